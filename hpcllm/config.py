@@ -1,0 +1,319 @@
+"""A run file (TOML) <-> frozen dataclasses, checked once at the door.
+
+    run.toml  +  --set key=value  ->  Config  ->  run.toml in the run folder, /run in each checkpoint
+
+Each table of the file is one dataclass below; a field is a key, its default the default of the key, its name carries
+the unit. Unknown keys, wrong types and impossible values raise ConfigError with the key, the value and what would be
+valid. Pure: imports neither torch nor mpi4py, so `--help` and wrong files answer at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import tomllib
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from hpcllm.errors import ConfigError
+
+PRESETS = Path(__file__).parent / "presets"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    name: str = "run"  # the run lives in <folder>/<name>
+    folder: str = "runs"
+    seed: int = 0  # of weights and sample order
+    steps: int = 1000
+    machine: str = ""  # a name from machines/ or a path to such a TOML file; its peak gives MFU
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One decoder with the choices of GPT-2 and Llama; see presets/ for named shapes."""
+
+    preset: str = "tiny"
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    kv_heads: int = 0  # 0: as many as heads; fewer is grouped-query attention
+    ffn: int = 512
+    vocabulary: int = 0  # 0: that of the token store
+    max_sequence: int = 256  # rows of the learned position table; the longest sequence
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_epsilon: float = 1e-5
+    positions: Literal["learned", "rotary"] = "learned"
+    rope_theta: float = 10000.0
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"
+    tied: bool = True  # the output layer uses the embedding's weight
+    biases: bool = True
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def key_value_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    store: str = ""  # the file that `prepare` wrote
+    sequence_length: int = 256  # tokens a sample
+    global_batch: int = 32  # samples a step, over all ranks
+    validation_sequences: int = 1024  # at most this many held-out samples are scored
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    dp: int = 0  # 0: all ranks that pp and tp leave
+    pp: int = 1
+    tp: int = 1
+    order: str = "tp,dp,pp"  # fastest-varying axis first: neighbours in rank share a node
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    microbatches: int = 1  # pieces that a replica's share of the global batch is cut into
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    learning_rate: float = 3e-4  # the peak, after warm-up
+    warmup_steps: int = 100
+    final_fraction: float = 0.1  # of the peak, reached at the last step by a cosine
+    weight_decay: float = 0.1  # decoupled; never on norms and biases
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    clip_norm: float = 1.0  # 0: no clipping
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationConfig:
+    algorithm: Literal["ring", "native"] = "ring"  # of the gradient sum over dp
+    gradients: Literal["raw", "bf16"] = "raw"  # what travels; sums are fp32 in any case
+    bucket_mib: float = 16.0  # gradients are summed in pieces of about this size
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    every_steps: int = 500  # 0: only at the end and on a signal
+    keep: int = 2  # newest files that stay
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    every_steps: int = 10
+    validation_every_steps: int = 0  # 0: only at the end
+    tensorboard: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitsConfig:
+    stall_s: float = 600.0  # a message that takes longer ends the run, named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+
+
+# key -> (what is valid, test); one row per rule that a single value decides
+RULES: dict[str, tuple[str, typing.Callable[[Any], bool]]] = {
+    "run.name": ("a name without '/' that does not start with '.'", lambda v: bool(v) and "/" not in v and v[0] != "."),
+    "run.seed": ("0 <= seed < 2^63", lambda v: 0 <= v < 2**63),
+    "run.steps": (">= 1", lambda v: v >= 1),
+    "model.layers": (">= 1", lambda v: v >= 1),
+    "model.hidden": (">= 1", lambda v: v >= 1),
+    "model.heads": (">= 1", lambda v: v >= 1),
+    "model.kv_heads": (">= 0", lambda v: v >= 0),
+    "model.ffn": (">= 1", lambda v: v >= 1),
+    "model.vocabulary": (">= 0", lambda v: v >= 0),
+    "model.max_sequence": (">= 1", lambda v: v >= 1),
+    "model.norm_epsilon": ("> 0", lambda v: v > 0),
+    "model.rope_theta": ("> 1", lambda v: v > 1),
+    "data.sequence_length": (">= 1", lambda v: v >= 1),
+    "data.global_batch": (">= 1", lambda v: v >= 1),
+    "data.validation_sequences": (">= 1", lambda v: v >= 1),
+    "mesh.dp": (">= 0", lambda v: v >= 0),
+    "mesh.pp": (">= 1", lambda v: v >= 1),
+    "mesh.tp": ("1 (tensor parallelism is not built yet)", lambda v: v == 1),
+    "mesh.order": (
+        "the axes tp, dp and pp, each once, fastest first",
+        lambda v: sorted(v.split(",")) == ["dp", "pp", "tp"],
+    ),
+    "pipeline.microbatches": (">= 1", lambda v: v >= 1),
+    "optimizer.learning_rate": ("> 0", lambda v: v > 0),
+    "optimizer.warmup_steps": (">= 0", lambda v: v >= 0),
+    "optimizer.final_fraction": ("0 to 1", lambda v: 0 <= v <= 1),
+    "optimizer.weight_decay": (">= 0", lambda v: v >= 0),
+    "optimizer.beta1": ("0 <= beta1 < 1", lambda v: 0 <= v < 1),
+    "optimizer.beta2": ("0 <= beta2 < 1", lambda v: 0 <= v < 1),
+    "optimizer.epsilon": ("> 0", lambda v: v > 0),
+    "optimizer.clip_norm": (">= 0", lambda v: v >= 0),
+    "communication.bucket_mib": ("> 0", lambda v: v > 0),
+    "checkpoint.every_steps": (">= 0", lambda v: v >= 0),
+    "checkpoint.keep": (">= 1", lambda v: v >= 1),
+    "log.every_steps": (">= 1", lambda v: v >= 1),
+    "log.validation_every_steps": (">= 0", lambda v: v >= 0),
+    "limits.stall_s": ("> 0", lambda v: v > 0),
+}
+
+
+def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
+    """Read a run file, lay `key=value` overrides on top, check everything. Raises ConfigError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the run file {str(path)!r}: {error}") from error
+    return parse(text, overrides, origin=str(path))
+
+
+def parse(text: str, overrides: typing.Sequence[str] = (), origin: str = "run file") -> Config:
+    """TOML text -> Config. Raises ConfigError."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{origin} is not valid TOML: {error}") from error
+    for override in overrides:
+        _override(tables, override)
+    return from_tables(tables)
+
+
+def from_tables(tables: dict[str, Any]) -> Config:
+    """Nested dicts -> Config: names, types, single values, then what must fit together. Raises ConfigError."""
+    sections = {f.name: typing.cast(type, f.default_factory) for f in dataclasses.fields(Config)}
+    values = {}
+    for name, table in {"model": {}, **tables}.items():  # a preset holds even where the table is left out
+        if name not in sections:
+            raise ConfigError(f"unknown table [{name}]; {_nearest(name, sections)}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{name} = {table!r} should be a table: write [{name}] and its keys below it")
+        values[name] = _section(name, sections[name], table)
+    config = Config(**values)
+    _check_together(config)
+    return config
+
+
+def to_tables(config: Config) -> dict[str, dict[str, Any]]:
+    """The inverse of from_tables, every key written out."""
+    return dataclasses.asdict(config)
+
+
+def preset_names() -> list[str]:
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The [model] keys of a named shape. Raises ConfigError."""
+    if name not in preset_names():
+        raise ConfigError(f"model.preset = {name!r} is unknown; {_nearest(name, preset_names())}")
+    return tomllib.loads((PRESETS / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def _section(name: str, kind: type, table: dict[str, Any]) -> Any:
+    if name == "model":
+        table = {**preset(_typed("model.preset", table.get("preset", "tiny"), str)), **table}
+    types = typing.get_type_hints(kind)
+    for key in table:
+        if key not in types:
+            raise ConfigError(f"unknown key {name}.{key}; {_nearest(key, types)}")
+    return kind(**{key: _checked(f"{name}.{key}", value, types[key]) for key, value in table.items()})
+
+
+def _checked(key: str, value: Any, kind: Any) -> Any:
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            raise ConfigError(f"{key} = {value!r} should be one of {', '.join(map(repr, choices))}")
+        return value
+    value = _typed(key, value, kind)
+    if kind is float and not math.isfinite(value):
+        raise ConfigError(f"{key} = {value} should be a finite number")
+    valid, holds = RULES.get(key, ("", lambda _: True))
+    if not holds(value):
+        raise ConfigError(f"{key} = {value!r} is out of range; valid: {valid}")
+    return value
+
+
+def _typed(key: str, value: Any, kind: type) -> Any:
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+        raise ConfigError(f"{key} = {value!r} should be {names[kind]}")
+    return value
+
+
+def _nearest(name: str, valid: typing.Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(valid), 1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"{hint}valid: {', '.join(sorted(valid))}"
+
+
+def _override(tables: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not (equals and dot and name):
+        raise ConfigError(f"--set {override!r} should read table.key=value, for example mesh.dp=4")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string: --set run.name=first
+    table = tables.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{section} = {table!r} should be a table: write [{section}] and its keys below it")
+    table[name] = value
+
+
+def _check_together(config: Config) -> None:
+    model, data = config.model, config.data
+    if model.hidden % model.heads:
+        raise ConfigError(
+            f"model.hidden = {model.hidden} does not split into model.heads = {model.heads}; "
+            f"valid heads: {divisors(model.hidden)}"
+        )
+    if model.heads % model.key_value_heads:
+        raise ConfigError(
+            f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}; "
+            f"valid: {divisors(model.heads)}"
+        )
+    if model.positions == "rotary" and model.head_dim % 2:
+        raise ConfigError(
+            f"model.hidden / model.heads = {model.head_dim} is odd; rotary positions turn pairs, so it must be even"
+        )
+    if data.sequence_length > model.max_sequence:
+        raise ConfigError(
+            f"data.sequence_length = {data.sequence_length} is longer than "
+            f"model.max_sequence = {model.max_sequence}; lower the one or raise the other"
+        )
+    if config.mesh.pp > model.layers:
+        raise ConfigError(
+            f"mesh.pp = {config.mesh.pp} stages, but model.layers = {model.layers}; valid: pp from 1 to {model.layers}"
+        )
+    if config.communication.algorithm == "native" and config.communication.gradients != "raw":
+        raise ConfigError(
+            f"communication.gradients = {config.communication.gradients!r} needs communication.algorithm = 'ring': "
+            "the MPI library's own allreduce sends fp32 only"
+        )
+
+
+def divisors(n: int) -> str:
+    """'1, 2, 4, 8' for 8: the answer that an error about a remainder owes its reader."""
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

@@ -1,0 +1,57 @@
+"""What can go wrong, as a tree of types; the exit code of a command follows from the type.
+
+    HpcllmError            1   the run failed
+    |-- StallError         1   a message did not come within its limit
+    |-- NonFiniteError     1   the loss is no longer a number
+    |-- CollectiveError    1   one or more other ranks failed
+    |-- CheckpointError    1   a file that should have been whole is not
+    `-- UserError          2   asked for something that cannot be; said before any work starts
+        |-- ConfigError        a key or a value of the run file
+        |-- MeshError          ranks and layout do not fit together
+        `-- DataError          an input, a token store, a tokenizer
+
+Every message names the thing, the numbers and what would be valid, because it is read in the log of hundreds of
+ranks, a queue wait later.
+"""
+
+from __future__ import annotations
+
+
+class HpcllmError(Exception):
+    """Root of what this package raises on purpose."""
+
+    exit_code = 1
+
+
+class StallError(HpcllmError):
+    """A wait passed its limit. The message names the rank, the peer and what was awaited."""
+
+
+class NonFiniteError(HpcllmError):
+    """The loss or the gradient norm is NaN or infinite."""
+
+
+class CollectiveError(HpcllmError):
+    """Other ranks failed; the message lists which and why."""
+
+
+class CheckpointError(HpcllmError):
+    """A checkpoint is damaged or does not fit the run."""
+
+
+class UserError(HpcllmError):
+    """The user asked for something that cannot be done."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A key or value of the run file is wrong."""
+
+
+class MeshError(UserError):
+    """The layout does not fit the ranks, the model or the batch."""
+
+
+class DataError(UserError):
+    """An input, a token store or a tokenizer cannot be used."""

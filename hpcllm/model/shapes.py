@@ -1,0 +1,103 @@
+"""Names and shapes of a model's parameters: one table for the network, the checkpoint and the planner. Pure.
+
+    embedding.weight  positions.weight   [first stage]
+    blocks.<i>.attention_norm | attention.{query,key,value,output} | ffn_norm | ffn.{up,gate,down}
+    final_norm.weight  head.weight       [last stage; head is the embedding when tied]
+
+A name carries no rank and a shape is global, so any layout can read what any other wrote. Linear weights are
+(outputs, inputs), as torch.nn.Linear has them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hpcllm.config import ModelConfig
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StageSpan:
+    """The part of the model that one pipeline stage holds: blocks first..last-1, and what hangs on either end."""
+
+    first_block: int
+    last_block: int  # one past
+    has_embedding: bool
+    has_head: bool
+
+
+def split_layers(layers: int, stages: int) -> list[StageSpan]:
+    """Cut `layers` blocks into contiguous spans, the smaller ones last: the last stage computes the head as well."""
+    share, extra = divmod(layers, stages)
+    spans, start = [], 0
+    for stage in range(stages):
+        end = start + share + (stage < extra)
+        spans.append(StageSpan(start, end, stage == 0, stage == stages - 1))
+        start = end
+    return spans
+
+
+def parameter_shapes(model: ModelConfig, span: StageSpan | None = None) -> dict[str, Shape]:
+    """name -> global shape, in the order of the forward pass; of the whole model, or of one stage.
+
+    With tied weights a last stage that is not the first holds a copy of `embedding.weight`, under that name.
+    """
+    span = span or StageSpan(0, model.layers, True, True)
+    shapes: dict[str, Shape] = {}
+    if span.has_embedding:
+        shapes["embedding.weight"] = (model.vocabulary, model.hidden)
+        if model.positions == "learned":
+            shapes["positions.weight"] = (model.max_sequence, model.hidden)
+    for block in range(span.first_block, span.last_block):
+        shapes.update({f"blocks.{block}.{name}": shape for name, shape in _block(model).items()})
+    if span.has_head:
+        shapes.update(_norm("final_norm", model))
+        shapes.setdefault("embedding.weight" if model.tied else "head.weight", (model.vocabulary, model.hidden))
+    return shapes
+
+
+def parameter_count(model: ModelConfig) -> int:
+    return sum(math.prod(shape) for shape in parameter_shapes(model).values())
+
+
+def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
+    """FLOPs of one forward and backward pass per token, the model's own (nothing recomputed).
+
+    6 per weight of a matrix product, and 12 x hidden x sequence a layer for the two products of attention
+    (arXiv:2104.04473 counts the whole square of scores, not the causal half; so do we).
+    """
+    shapes = parameter_shapes(model)
+    matrices = sum(math.prod(s) for name, s in shapes.items() if len(s) == 2 and name.startswith(("blocks.", "head.")))
+    head = math.prod(shapes["embedding.weight"]) if model.tied else 0
+    return 6.0 * (matrices + head) + 12.0 * model.layers * model.hidden * sequence_length
+
+
+def _block(model: ModelConfig) -> dict[str, Shape]:
+    key_value = model.key_value_heads * model.head_dim
+    shapes = _norm("attention_norm", model)
+    shapes |= _linear("attention.query", model.hidden, model.hidden, model)
+    shapes |= _linear("attention.key", key_value, model.hidden, model)
+    shapes |= _linear("attention.value", key_value, model.hidden, model)
+    shapes |= _linear("attention.output", model.hidden, model.hidden, model)
+    shapes |= _norm("ffn_norm", model)
+    if model.activation == "swiglu":
+        shapes |= _linear("ffn.gate", model.ffn, model.hidden, model)
+    shapes |= _linear("ffn.up", model.ffn, model.hidden, model)
+    shapes |= _linear("ffn.down", model.hidden, model.ffn, model)
+    return shapes
+
+
+def _norm(name: str, model: ModelConfig) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {f"{name}.weight": (model.hidden,)}
+    if model.norm == "layernorm":
+        shapes[f"{name}.bias"] = (model.hidden,)
+    return shapes
+
+
+def _linear(name: str, outputs: int, inputs: int, model: ModelConfig) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {f"{name}.weight": (outputs, inputs)}
+    if model.biases:
+        shapes[f"{name}.bias"] = (outputs,)
+    return shapes
