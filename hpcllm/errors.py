@@ -21,6 +21,7 @@ class HpcllmError(Exception):
     """Root of what this package raises on purpose."""
 
     exit_code = 1
+    everywhere = False  # set on an error that every rank is known to raise: it is said once, and nobody is left waiting
 
 
 class StallError(HpcllmError):

@@ -57,4 +57,5 @@ def _report(error: Exception) -> tuple[str, str]:
 
 def _rebuild(kind: str, message: str) -> errors.HpcllmError:
     exception: errors.HpcllmError = getattr(errors, kind)(message)
+    exception.everywhere = True
     return exception

@@ -1,0 +1,164 @@
+"""The commands, one thin function each. Nothing heavy is imported before a command is known to be run.
+
+Exit codes: 0 done (also when a signal ended a run early, its checkpoint written), 1 failed, 2 user error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import hpcllm
+from hpcllm.errors import HpcllmError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line, run one command, return its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.command(arguments)
+        sys.stdout.flush()
+        return code
+    except HpcllmError as error:
+        print(f"hpcllm: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # `inspect | head`
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hpcllm",
+        description="Training code for large language models that is native to MPI.",
+        epilog="In a batch job: srun python -m hpcllm train run.toml. Exit codes: 0 done, 1 failed, 2 user error.",
+    )
+    parser.add_argument("--version", action="version", version=f"hpcllm {hpcllm.__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_prepare(commands.add_parser("prepare", help="turn text into a token store"))
+    _add_train(commands.add_parser("train", help="train a model, or go on where the run stopped"))
+    _add_generate(commands.add_parser("generate", help="continue a prompt with a trained model"))
+    _add_inspect(commands.add_parser("inspect", help="show what is in a checkpoint"))
+    return parser
+
+
+def _add_prepare(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Clean text, drop duplicates, train or load a tokenizer, write one HDF5 token store. "
+        "Ranks share the work under mpirun or srun; any number of them writes the same file."
+    )
+    parser.add_argument(
+        "inputs",
+        nargs="*",
+        type=Path,
+        metavar="INPUT",
+        help="files or folders: text, .jsonl, also .gz and .zst; none: the source of the Python standard library",
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the token store to write")
+    parser.add_argument("--field", default="text", help="what holds the text in a line of .jsonl (default: text)")
+    parser.add_argument("--vocabulary", type=int, default=4096, help="size of a new tokenizer (default: 4096)")
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="a byte-level tokenizer.json to use instead")
+    parser.add_argument(
+        "--validation-fraction", type=float, default=0.02, help="share of the documents to hold out (default: 0.02)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the train/validation split (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(command=prepare)
+
+
+def prepare(arguments: argparse.Namespace) -> int:
+    from hpcllm.data.prepare import PrepareOptions
+    from hpcllm.data.prepare import prepare as prepare_store
+    from hpcllm.job import run_job
+
+    keys = ("output", "field", "vocabulary", "tokenizer", "validation_fraction", "seed")
+    options = PrepareOptions(inputs=tuple(arguments.inputs), **{key: getattr(arguments, key) for key in keys})
+
+    def job(world) -> int:  # type: ignore[no-untyped-def]
+        report = prepare_store(options, world)
+        if world.rank == 0:
+            print(json.dumps(report.as_dict()) if arguments.json else "\n".join(report.lines()))
+        return 0
+
+    return run_job(job)
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Train as a run file says. On a run folder with a checkpoint it goes on from the newest one."
+    parser.add_argument("run", type=Path, metavar="RUN.toml", help="the run file")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override a key of the run file, as in --set mesh.dp=4; may be repeated",
+    )
+    parser.add_argument("--restart", action="store_true", help="begin at step 0; the old run folder is renamed")
+    parser.add_argument("--json", action="store_true", help="print the closing table as JSON")
+    parser.set_defaults(command=train)
+
+
+def train(arguments: argparse.Namespace) -> int:
+    from hpcllm.job import run_job
+
+    def job(world) -> int:  # type: ignore[no-untyped-def]
+        from hpcllm import config
+        from hpcllm.together import on_root
+        from hpcllm.train import train as run
+
+        tables = on_root(world, lambda: config.to_tables(config.load(arguments.run, arguments.overrides)))
+        summary = run(config.from_tables(tables), world, arguments.restart)
+        if world.rank == 0:
+            print(json.dumps(summary.as_dict()) if arguments.json else f"\n{summary.text()}")
+        return 0
+
+    return run_job(job)
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Continue a prompt with a trained model, in one process; the text appears as it is made."
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("--prompt", required=True, help="the text to continue")
+    parser.add_argument("--tokens", type=int, default=200, help="at most so many new tokens (default: 200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
+    parser.add_argument("--top-k", type=int, default=50, help="draw from the likeliest only; 0: from all (default: 50)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    parser.set_defaults(command=generate)
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    from hpcllm.generate import continue_prompt
+
+    print(arguments.prompt, end="", flush=True)
+    for piece in continue_prompt(
+        arguments.checkpoint,
+        arguments.prompt,
+        tokens=arguments.tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+    ):
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Show a checkpoint: the tree of its tensors, its run file, and how it was written."
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+    parser.set_defaults(command=inspect)
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    from hpcllm.checkpoint.inspect import describe, tree_lines
+
+    if arguments.json:
+        print(json.dumps(describe(arguments.checkpoint)))
+    else:
+        print("\n".join(tree_lines(arguments.checkpoint)))
+    return 0

@@ -1,0 +1,80 @@
+"""How a job of many ranks starts, is asked to stop, and ends: together.
+
+every rank fails, knowingly      rank 0 says it once, all leave with its exit code
+one rank fails alone             it says who it is and why, and ends the whole job at once (MPI_Abort)
+SIGTERM, SIGUSR1, Ctrl-C         a flag; the loop finishes its step, saves, and leaves with exit code 0
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+
+from mpi4py import MPI
+
+from hpcllm.errors import HpcllmError, UserError
+
+GATHER_LIMIT_S = 2.0  # for ranks that make the same mistake to find each other
+
+
+def run_job(command: Callable[[MPI.Intracomm], int]) -> int:
+    """Run one command on all ranks; returns its exit code, or that of the error it raised."""
+    world = MPI.COMM_WORLD
+    try:
+        return command(world)
+    except HpcllmError as error:
+        if error.everywhere or (isinstance(error, UserError) and _all_arrive(world)):
+            if world.rank == 0:
+                print(f"hpcllm: error: {error}", file=sys.stderr, flush=True)
+            return error.exit_code
+        _abort(world, f"{type(error).__name__}: {error}", error.exit_code)
+    except KeyboardInterrupt:
+        _abort(world, "interrupted a second time; the step in progress is lost", 130)
+    except BaseException:
+        _abort(world, traceback.format_exc(), 1)
+    return 1
+
+
+def _all_arrive(world: MPI.Intracomm) -> bool:
+    """Whether every rank came here within the limit: then all made the same mistake and may leave in peace."""
+    barrier = world.Ibarrier()
+    deadline = time.monotonic() + GATHER_LIMIT_S
+    while not barrier.Test():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def _abort(world: MPI.Intracomm, message: str, code: int) -> None:
+    host = MPI.Get_processor_name()
+    print(f"hpcllm: rank {world.rank} of {world.size} on {host} ends the job: {message}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    world.Abort(code)
+
+
+@dataclass
+class StopSignals:
+    """While open: a first SIGTERM, SIGUSR1 or Ctrl-C sets `received`; a second Ctrl-C interrupts."""
+
+    received: str = ""
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

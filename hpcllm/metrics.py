@@ -1,0 +1,159 @@
+"""What a run says about itself while it runs: one line a logged step, log.jsonl, TensorBoard, a bar on a terminal.
+
+Only rank 0 holds a Log. A resumed run first cuts log.jsonl back to the step it resumes from, so that a step stands in
+the file once.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from hpcllm.config import Config
+from hpcllm.model.shapes import flops_per_token
+
+Record = dict[str, Any]
+
+
+@dataclass
+class Log:
+    file: Any
+    events: Any  # a SummaryWriter or None
+    bar: Any
+
+    def step(self, record: Record) -> None:
+        """Write one logged step everywhere."""
+        self._write(record)
+        if self.bar.disable:
+            print(step_line(record, self.bar.total), flush=True)
+        else:
+            self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {record['tokens_per_s']:.0f} tokens/s", refresh=False)
+            self.bar.update(record["step"] - self.bar.n)
+
+    def validation(self, record: Record) -> None:
+        self._write(record)
+        line = f"step {record['step']:>6}/{self.bar.total}  validation loss {record['validation_loss']:.4f}"
+        self.say(f"{line}  bits per byte {record['bits_per_byte']:.4f}")
+
+    def say(self, text: str) -> None:
+        self.bar.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        self.bar.close()
+        self.file.close()
+        if self.events:
+            self.events.close()
+
+    def _write(self, record: Record) -> None:
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+        if self.events:
+            for key, value in record.items():
+                if key != "step":
+                    self.events.add_scalar(key, value, record["step"])
+            self.events.flush()
+
+
+@dataclass
+class Pace:
+    """Time of the steps since the last logged one, and of all steps of this start."""
+
+    config: Config
+    ranks: int
+    peak_tflops: float | None  # of one rank's device; None: not known, so no MFU
+    steps: int = 0
+    seconds: float = 0.0
+    waited_s: float = 0.0
+    all_steps: int = 0
+    all_seconds: float = 0.0
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.data.global_batch * self.config.data.sequence_length
+
+    @property
+    def mean_tokens_per_s(self) -> float:
+        return self.all_steps * self.tokens_per_step / self.all_seconds if self.all_steps else 0.0
+
+    def add(self, step_s: float, waited_s: float) -> None:
+        self.steps, self.seconds, self.waited_s = self.steps + 1, self.seconds + step_s, self.waited_s + waited_s
+        self.all_steps, self.all_seconds = self.all_steps + 1, self.all_seconds + step_s
+
+    def take(self, step: int) -> Record:
+        """The means since the last call, as keys of a record."""
+        step_s, share = self.seconds / self.steps, self.waited_s / self.seconds
+        self.steps, self.seconds, self.waited_s = 0, 0.0, 0.0
+        tokens_per_s = self.tokens_per_step / step_s
+        flops = flops_per_token(self.config.model, self.config.data.sequence_length)
+        tflops = flops * tokens_per_s / self.ranks / 1e12
+        record = {"step_s": step_s, "tokens_per_s": tokens_per_s, "tflops_per_device": tflops}
+        if self.peak_tflops:
+            record["mfu"] = tflops / self.peak_tflops
+        return record | {"communication_share": share, "eta_s": (self.config.run.steps - step) * step_s}
+
+
+def open_log(folder: Path, first_step: int, steps: int, tensorboard: bool) -> Log:
+    """The log of a run in `folder` that goes on from `first_step`. Raises OSError."""
+    path = folder / "log.jsonl"
+    kept = [line for line in _lines(path) if _step_of(line) <= first_step]
+    aside = path.with_suffix(".jsonl.tmp")
+    aside.write_text("".join(kept), encoding="utf-8")
+    aside.replace(path)
+    bar = tqdm(total=steps, initial=first_step, unit="step", disable=None, dynamic_ncols=True)
+    log = Log(path.open("a", encoding="utf-8"), None, bar)
+    if tensorboard:
+        log.events = _summary_writer(folder, first_step, log)
+    return log
+
+
+def step_line(record: Mapping[str, Any], steps: int) -> str:
+    """'step     20/300  loss 6.1234  ...': one logged step for people."""
+    mfu = f"  MFU {100 * record['mfu']:.1f} %" if "mfu" in record else ""
+    return (
+        f"step {record['step']:>6}/{steps}  loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  "
+        f"grad {record['grad_norm']:.3f}  {record['tokens_per_s']:,.0f} tokens/s  "
+        f"{record['tflops_per_device']:.3f} TFLOP/s a rank{mfu}  waiting {100 * record['communication_share']:.0f} %  "
+        f"{record['memory_gb']:.2f} GB  ETA {clock(record['eta_s'])}"
+    )
+
+
+def clock(seconds: float) -> str:
+    """75 -> '1:15', 3700 -> '1:01:40'."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def peak_memory_gb() -> float:
+    """The most memory this process has had resident, in 1e9 bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # cut off in the middle by the end of an earlier job
+
+
+def _summary_writer(folder: Path, first_step: int, log: Log) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        log.say(
+            "no TensorBoard events: the package is missing; pip install 'hpcllm[tensorboard]' or log.tensorboard=false"
+        )
+        return None
+    return SummaryWriter(str(folder), purge_step=first_step + 1)

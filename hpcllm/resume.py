@@ -1,0 +1,103 @@
+"""The folder of a run: where it goes on, what it keeps.
+
+runs/NAME/run.toml                            the run file with every key written out
+          log.jsonl                           one object a logged step; TensorBoard events beside it
+          checkpoints/step_00001000.h5        any layout reads it
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from hpcllm.assemble import Parts
+from hpcllm.checkpoint.folder import keep_newest, newest_valid
+from hpcllm.checkpoint.reader import Checkpoint
+from hpcllm.checkpoint.state import RunState, facts, restore, save
+from hpcllm.config import Config, to_tables
+from hpcllm.errors import ConfigError
+from hpcllm.model.shapes import parameter_shapes
+from hpcllm.optim.adamw import moments, set_step
+from hpcllm.together import on_root
+
+# besides the model: other values would silently train on other samples, or from other weights
+FIXED = ("run.seed", "data.sequence_length")
+
+
+def resume(parts: Parts, restart: bool) -> tuple[int, int, Path | None]:
+    """Make the run folder ready and load its newest sound checkpoint: step, position, its path.
+
+    Collective over the mesh. Raises ConfigError if the checkpoint is of another model, CheckpointError.
+    """
+    world, folder = parts.mesh.world, parts.run_folder
+    on_root(world, lambda: _prepare_folder(folder, restart))
+    path, passed_over = newest_valid(folder / "checkpoints", world)
+    if world.rank == 0 and passed_over:
+        print("\n".join(passed_over), flush=True)
+    step, position = _load(parts, path) if path else (0, 0)
+    on_root(world, lambda: _write_run_file(folder, parts.config))
+    return step, position, path
+
+
+def save_run(parts: Parts, step: int, position: int) -> Path:
+    """Write a checkpoint, then let the oldest go. Collective over the mesh. Raises CheckpointError."""
+    state = RunState(
+        step=step,
+        position=position,
+        config=to_tables(parts.config),
+        parameters=parts.parameters,
+        exp_avg=moments(parts.adamw, parts.parameters, "exp_avg"),
+        exp_avg_sq=moments(parts.adamw, parts.parameters, "exp_avg_sq"),
+        owned=parts.owned,
+        tokenizer_json=parts.store.tokenizer_json,
+        mesh=parts.mesh.shape,
+    )
+    folder = parts.run_folder / "checkpoints"
+    report = save(folder, state, parts.mesh.world, parts.mesh.dp.rank, parts.mesh.dp.size)
+    on_root(parts.mesh.world, lambda: len(keep_newest(folder, parts.config.checkpoint.keep)))
+    return report.path
+
+
+def _load(parts: Parts, path: Path) -> tuple[int, int]:
+    with Checkpoint.open(path, parts.mesh.world) as checkpoint:
+        first, second = (moments(parts.adamw, parts.parameters, key) for key in ("exp_avg", "exp_avg_sq"))
+        known = facts(checkpoint)
+        _check_same_run(parts.config, known.config, path)
+        restore(checkpoint, parameter_shapes(parts.config.model), parts.parameters, first, second)
+    set_step(parts.adamw, known.step)
+    if parts.mesh.world.rank == 0:
+        print(f"goes on from {path} at step {known.step}", flush=True)
+    return known.step, known.position
+
+
+def _check_same_run(config: Config, stored: Mapping[str, Any], path: Path) -> None:
+    """Raise ConfigError if going on under this run file would silently train something else."""
+    before, now = _flat(stored), _flat(to_tables(config))
+    fixed = [key for key in now if key.startswith("model.") or key in FIXED]
+    changed = [f"{key} = {now[key]!r}, was {before.get(key)!r}" for key in fixed if now[key] != before.get(key)]
+    if changed:
+        raise ConfigError(
+            f"{path} was trained otherwise: {'; '.join(changed[:3])}. Take the old values, another run.name, "
+            "or start anew with --restart (the old run folder is kept beside)"
+        )
+
+
+def _flat(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
+
+
+def _prepare_folder(folder: Path, restart: bool) -> None:
+    """Make the run folder; on a restart the old one is renamed, never deleted."""
+    if restart and folder.exists():
+        folder.rename(folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}"))
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+
+
+def _write_run_file(folder: Path, config: Config) -> None:
+    aside = folder / "run.toml.tmp"
+    aside.write_text(tomli_w.dumps(to_tables(config)), encoding="utf-8")
+    aside.replace(folder / "run.toml")

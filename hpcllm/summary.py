@@ -1,0 +1,79 @@
+"""The short table that ends a run."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcllm.config import Config
+from hpcllm.pipeline.schedules import bubble
+from hpcllm.validate import Validation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    config: Config
+    ranks: int
+    step: int
+    loss: float  # of the last step; NaN if this start made none
+    validation: Validation | None
+    zstd19_bits_per_byte: float
+    tokens_per_s: float
+    checkpoint: Path | None
+    stopped_by: str  # the signal that ended the run early, or nothing
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(what, value) pairs, for people."""
+        config, rows = self.config, []
+        mesh, pipeline = config.mesh, config.pipeline
+        idle = bubble(mesh.pp, pipeline.microbatches)
+        rows.append(("run", str(Path(config.run.folder) / config.run.name)))
+        rows.append(
+            ("layout", f"{self.ranks} ranks: dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, bubble {100 * idle:.0f} %")
+        )
+        stopped = f", stopped by {self.stopped_by}; the same command goes on" if self.stopped_by else ""
+        rows.append(("steps", f"{self.step} of {config.run.steps}{stopped}"))
+        if math.isfinite(self.loss):
+            rows.append(("training loss", f"{self.loss:.4f}"))
+        rows += self._held_out()
+        if self.tokens_per_s:
+            rows.append(("speed", f"{self.tokens_per_s:,.0f} tokens/s"))
+        if self.checkpoint:
+            path = shlex.quote(str(self.checkpoint))
+            rows.append(("checkpoint", str(self.checkpoint)))
+            rows.append(("generate", f"python -m hpcllm generate {path} --prompt 'def main('"))
+        return rows
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json; keys carry the unit, a value that is not known is null."""
+        validation = self.validation
+        return {
+            "run_folder": str(Path(self.config.run.folder) / self.config.run.name),
+            "ranks": self.ranks,
+            "mesh": {"dp": self.config.mesh.dp, "pp": self.config.mesh.pp, "tp": self.config.mesh.tp},
+            "step": self.step,
+            "steps": self.config.run.steps,
+            "loss": self.loss if math.isfinite(self.loss) else None,
+            "validation_loss": validation.loss if validation else None,
+            "bits_per_byte": validation.bits_per_byte if validation else None,
+            "zstd19_bits_per_byte": self.zstd19_bits_per_byte if math.isfinite(self.zstd19_bits_per_byte) else None,
+            "tokens_per_s": self.tokens_per_s,
+            "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "stopped_by": self.stopped_by or None,
+        }
+
+    def text(self) -> str:
+        width = max(len(name) for name, _ in self.rows())
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in self.rows())
+
+    def _held_out(self) -> list[tuple[str, str]]:
+        if not self.validation:
+            return [] if self.stopped_by else [("held-out loss", "none: the store has too little validation text")]
+        zstd = f"   (zstd -19: {self.zstd19_bits_per_byte:.3f})" if math.isfinite(self.zstd19_bits_per_byte) else ""
+        return [
+            ("held-out loss", f"{self.validation.loss:.4f}, {self.validation.samples} samples"),
+            ("bits per byte", f"{self.validation.bits_per_byte:.3f} on held-out text{zstd}"),
+        ]

@@ -1,0 +1,188 @@
+"""The training loop, to be read from top to bottom.
+
+    samples -> engine: forward and backward of every microbatch -> gradients, summed over dp meanwhile
+            -> all ranks agree: loss, norm, is it finite, was a stop asked for -> clip -> AdamW -> log, validate, save
+
+A run lives in <folder>/<name>. `train` on a folder that has a checkpoint goes on from the newest sound one, so a
+requeued job needs no other command.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from hpcllm.assemble import Parts, assemble
+from hpcllm.config import Config
+from hpcllm.data.sampler import read_batch
+from hpcllm.errors import NonFiniteError
+from hpcllm.job import StopSignals
+from hpcllm.machines import peak_tflops
+from hpcllm.metrics import Log, Pace, open_log, peak_memory_gb
+from hpcllm.model.shapes import parameter_count
+from hpcllm.optim.adamw import set_learning_rate
+from hpcllm.optim.learning_rate import learning_rate
+from hpcllm.pipeline.schedules import bubble
+from hpcllm.resume import resume, save_run
+from hpcllm.summary import Summary
+from hpcllm.validate import Validation, validate
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know of a step: the same numbers everywhere."""
+
+    loss: float  # nats a token, over the global batch
+    gradient_norm: float
+    stop: bool
+    waited_s: float  # mean over the ranks
+
+
+def train(config: Config, world: MPI.Intracomm, restart: bool = False) -> Summary:
+    """Train as the run file says, from the start or the newest checkpoint. Collective over world.
+
+    Raises UserError before any work, NonFiniteError, StallError, CheckpointError. Returns the same on every rank.
+    """
+    with StopSignals() as signals, assemble(config, world) as parts:
+        config = parts.config
+        step, position, saved = resume(parts, restart)
+        log = _start_log(parts, step)
+        pace = Pace(config, world.size, peak_tflops(config.run.machine, torch.get_num_threads()))
+        loss, checked, stopping = math.nan, None, False
+        while step < config.run.steps and not stopping:
+            began_s, waited_s = time.perf_counter(), parts.waited_s()
+            rate = learning_rate(step, config.run.steps, config.optimizer)
+            set_learning_rate(parts.adamw, rate)
+            inputs, targets = _my_samples(parts, position)
+            parts.gradients.zero()
+            local_loss = parts.engine.run(
+                parts.actions, inputs, targets, 1 / pace.tokens_per_step, lambda m: _arm(parts, m)
+            )
+            parts.gradients.finish()
+            waited_s = parts.waited_s() - waited_s
+            agreed = _agree(parts, local_loss / pace.tokens_per_step, bool(signals.received), waited_s)
+            if not (math.isfinite(agreed.loss) and math.isfinite(agreed.gradient_norm)):
+                raise _not_finite(parts, agreed, local_loss, step + 1, position, saved)
+            _clip(parts, agreed.gradient_norm)
+            parts.adamw.step()
+            step, position, loss, stopping = step + 1, position + config.data.global_batch, agreed.loss, agreed.stop
+            pace.add(time.perf_counter() - began_s, agreed.waited_s)
+
+            is_last = stopping or step == config.run.steps
+            if is_last or _due(step, config.log.every_steps):
+                _log_step(parts, log, pace, step, agreed, rate)
+            if not is_last and _due(step, config.log.validation_every_steps):
+                checked = _validate(parts, step, log)
+            if is_last or _due(step, config.checkpoint.every_steps):
+                saved = save_run(parts, step, position)
+        if step == config.run.steps:
+            checked = _validate(parts, step, log)
+        if log:
+            log.close()
+        return Summary(
+            config=config,
+            ranks=world.size,
+            step=step,
+            loss=loss,
+            validation=checked,
+            zstd19_bits_per_byte=parts.store.zstd19_bits_per_byte,
+            tokens_per_s=pace.mean_tokens_per_s,
+            checkpoint=saved,
+            stopped_by=(signals.received or "another rank") if stopping else "",
+        )
+
+
+def _arm(parts: Parts, microbatch: int) -> None:
+    if microbatch == parts.last_backward:
+        parts.gradients.arm()
+
+
+def _my_samples(parts: Parts, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets (microbatches, size, sequence): this replica's share of the samples from `position` on."""
+    data, dp = parts.config.data, parts.mesh.dp
+    share = data.global_batch // dp.size
+    tokens = parts.store.tokens("train")
+    rows = read_batch(tokens, parts.sampler, data.sequence_length, position + dp.rank * share, share)
+    batch = torch.from_numpy(rows).view(parts.config.pipeline.microbatches, -1, data.sequence_length + 1)
+    return batch[..., :-1], batch[..., 1:].contiguous()
+
+
+def _agree(parts: Parts, loss: float, stop: bool, waited_s: float) -> Agreed:
+    """One small sum over all ranks a step: loss, gradient norm, wish to stop. Collective over the mesh."""
+    mesh = parts.mesh
+    # replicas have the same gradients, bit for bit, so one of them speaks for all
+    squares = parts.gradients.squared_norm(owns_shared=mesh.pp.rank == 0) if mesh.dp.rank == 0 else 0.0
+    sums = np.array([loss, squares, float(stop), waited_s])
+    request = mesh.world.Iallreduce(MPI.IN_PLACE, sums)
+    parts.control.all([request], lambda: "all ranks to agree on a step's loss and gradient norm")
+    total_loss, total_squares, stops, total_waited_s = sums.tolist()
+    return Agreed(total_loss, math.sqrt(total_squares), stops > 0, total_waited_s / mesh.world.size)
+
+
+def _clip(parts: Parts, norm: float) -> None:
+    """Scale the gradients of the whole mesh to a norm of at most clip_norm (Pascanu et al. 2013, algorithm 1)."""
+    limit = parts.config.optimizer.clip_norm
+    if limit and norm > limit:
+        parts.gradients.scale(limit / norm)
+
+
+def _not_finite(
+    parts: Parts, agreed: Agreed, local_loss: float, step: int, position: int, saved: Path | None
+) -> NonFiniteError:
+    """Who saw it first. Collective over the mesh; only on the way out."""
+    where = f"rank {parts.mesh.world.rank} (dp {parts.mesh.dp.rank}, stage {parts.mesh.pp.rank})"
+    bad_loss = parts.mesh.world.allgather("" if math.isfinite(local_loss) else where)
+    bad_gradient = parts.mesh.world.allgather("" if math.isfinite(parts.gradients.squared_norm(True)) else where)
+    ranks = [name for name in bad_loss if name] or [name for name in bad_gradient if name]
+    error = NonFiniteError(
+        f"step {step}: loss {agreed.loss}, gradient norm {agreed.gradient_norm}, on {', '.join(ranks[:3])}; samples "
+        f"{position} to {position + parts.config.data.global_batch - 1}; nothing was written after it. "
+        f"Go on from {saved or 'the start'} with a lower optimizer.learning_rate or a longer warm-up"
+    )
+    error.everywhere = True
+    return error
+
+
+def _due(step: int, every_steps: int) -> bool:
+    return every_steps > 0 and step % every_steps == 0
+
+
+def _validate(parts: Parts, step: int, log: Log | None) -> Validation | None:
+    result = validate(parts)
+    if log and result:
+        log.validation({"step": step, "validation_loss": result.loss, "bits_per_byte": result.bits_per_byte})
+    return result
+
+
+def _start_log(parts: Parts, step: int) -> Log | None:
+    """Rank 0's log, its first lines said; None elsewhere."""
+    config, shape = parts.config, parts.mesh.shape
+    if parts.mesh.world.rank != 0:
+        return None
+    log = open_log(parts.run_folder, step, config.run.steps, config.log.tensorboard)
+    idle = bubble(shape["pp"], config.pipeline.microbatches)
+    log.say(
+        f"{config.run.name}: {parameter_count(config.model) / 1e6:.2f} M parameters ({config.model.preset}), "
+        f"dp={shape['dp']} pp={shape['pp']} tp={shape['tp']}, {config.pipeline.schedule} with "
+        f"{config.pipeline.microbatches} microbatches (bubble {100 * idle:.0f} %), "
+        f"{torch.get_num_threads()} threads a rank, {MPI.Get_library_version().split(chr(10))[0][:40].strip()}"
+    )
+    return log
+
+
+def _log_step(parts: Parts, log: Log | None, pace: Pace, step: int, agreed: Agreed, rate: float) -> None:
+    """Collective over the mesh: the largest memory of all ranks stands in the line."""
+    memory_gb = np.array([peak_memory_gb()])
+    request = parts.mesh.world.Iallreduce(MPI.IN_PLACE, memory_gb, MPI.MAX)
+    parts.control.all([request], lambda: "the largest memory over all ranks")
+    record = {"step": step, "loss": agreed.loss, "learning_rate": rate, "grad_norm": agreed.gradient_norm}
+    record |= pace.take(step) | {"memory_gb": memory_gb.item()}
+    record |= {"gradient_bytes": parts.gradients.sent_bytes, "pipeline_bytes": parts.engine.link.sent_bytes}
+    if log:
+        log.step(record)
