@@ -13,15 +13,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from mpi4py import MPI
+from numpy.typing import NDArray
 
 from hpcllm.codecs import CODECS
 from hpcllm.config import Config, divisors
 from hpcllm.data.sampler import Sampler, sample_count
 from hpcllm.data.store import TokenStore
 from hpcllm.errors import ConfigError, DataError, MeshError
+from hpcllm.machines import peak_tflops
 from hpcllm.mesh import Mesh, mesh_sizes, open_mesh
+from hpcllm.metrics import Traffic
 from hpcllm.model.initialisation import build
 from hpcllm.model.shapes import split_layers
 from hpcllm.model.transformer import Decoder
@@ -31,6 +35,7 @@ from hpcllm.pipeline.actions import Action, Op
 from hpcllm.pipeline.engine import Engine
 from hpcllm.pipeline.link import Link
 from hpcllm.pipeline.schedules import SCHEDULES, with_messages
+from hpcllm.together import on_root
 from hpcllm.waiting import Waits
 
 
@@ -41,6 +46,7 @@ class Parts:
     config: Config  # vocabulary and dp filled in
     mesh: Mesh
     store: TokenStore
+    tokens: NDArray[np.integer]  # of the training split, mapped once: a store rewritten meanwhile changes nothing
     sampler: Sampler
     decoder: Decoder
     parameters: dict[str, torch.nn.Parameter]
@@ -49,12 +55,18 @@ class Parts:
     engine: Engine
     actions: list[Action]
     control: Waits
+    peak_tflops: float | None  # of one rank; None: not known
 
     @property
     def owned(self) -> frozenset[str]:
         """Names of the parameters that this stage answers for: a shared embedding belongs to the first stage."""
-        is_copy = self.mesh.ends.size > 1 and self.mesh.pp.rank > 0
-        return frozenset(name for name in self.parameters if not (is_copy and name == "embedding.weight"))
+        is_copy = self.mesh.pp.rank > 0
+        return frozenset(name for name in self.parameters if not (is_copy and name == self.shared))
+
+    @property
+    def shared(self) -> str | None:
+        """The parameter of which the other end of the pipeline has a copy."""
+        return _shared(self.config, self.mesh)
 
     @property
     def run_folder(self) -> Path:
@@ -65,9 +77,11 @@ class Parts:
         """The microbatch whose backward pass makes the gradients final."""
         return next(action.microbatch for action in reversed(self.actions) if action.op is Op.BACKWARD)
 
-    def waited_s(self) -> float:
-        """Seconds so far in which this rank could not compute for want of a message."""
-        return self.engine.link.waits.total_s + self.gradients.worker.exposed_s + self.control.total_s
+    def traffic(self) -> Traffic:
+        """So far, of this rank: seconds in which it could not compute for want of a message, then bytes sent."""
+        link, gradients = self.engine.link, self.gradients
+        waited_s = link.waits.total_s + gradients.worker.exposed_s + self.control.total_s
+        return np.array([waited_s, gradients.sent_bytes, link.sent_bytes])
 
 
 def check_layout(config: Config, ranks: int) -> Config:
@@ -110,13 +124,14 @@ def assemble(config: Config, comm: MPI.Intracomm) -> Iterator[Parts]:
     """Everything that this rank needs, with initial weights. Collective over comm. Raises UserError."""
     config = check_layout(config, comm.size)
     config, store = open_store(config, comm)
+    peak = on_root(comm, lambda: peak_tflops(config.run.machine, torch.get_num_threads()))
     with open_mesh(comm, config.mesh) as mesh:
-        parts = _build(config, mesh, store)
+        parts = _build(config, mesh, store, peak)
         yield parts
         parts.gradients.worker.close()
 
 
-def _build(config: Config, mesh: Mesh, store: TokenStore) -> Parts:
+def _build(config: Config, mesh: Mesh, store: TokenStore, peak_tflops: float | None) -> Parts:
     data, limit_s = config.data, config.limits.stall_s
     decoder = build(config.model, split_layers(config.model.layers, mesh.pp.size)[mesh.pp.rank], config.run.seed)
     parameters = dict(decoder.named_parameters())
@@ -128,11 +143,13 @@ def _build(config: Config, mesh: Mesh, store: TokenStore) -> Parts:
         config=config,
         mesh=mesh,
         store=store,
+        tokens=store.tokens("train"),
         sampler=Sampler(sample_count(len(store.tokens("train")), data.sequence_length), config.run.seed),
         decoder=decoder,
         parameters=parameters,
         gradients=make_buckets(
             parameters,
+            _shared(config, mesh),
             config.communication.bucket_mib * 2**20,
             mesh,
             CODECS[config.communication.gradients],
@@ -143,4 +160,9 @@ def _build(config: Config, mesh: Mesh, store: TokenStore) -> Parts:
         engine=Engine(decoder, link),
         actions=list(with_messages(work, mesh.pp.rank, mesh.pp.size)),
         control=Waits(limit_s),
+        peak_tflops=peak_tflops,
     )
+
+
+def _shared(config: Config, mesh: Mesh) -> str | None:
+    return "embedding.weight" if config.model.tied and mesh.ends.size > 1 else None

@@ -6,13 +6,14 @@ Exit codes: 0 done (also when a signal ended a run early, its checkpoint written
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import hpcllm
-from hpcllm.errors import HpcllmError
+from hpcllm.errors import DataError, HpcllmError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,20 +104,23 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    from hpcllm.job import run_job
+    from hpcllm.job import StopSignals, run_job
 
     def job(world) -> int:  # type: ignore[no-untyped-def]
         from hpcllm import config
         from hpcllm.together import on_root
-        from hpcllm.train import train as run
 
         tables = on_root(world, lambda: config.to_tables(config.load(arguments.run, arguments.overrides)))
-        summary = run(config.from_tables(tables), world, arguments.restart)
+        from hpcllm.train import train as run  # after the run file is known to be right: it takes seconds
+
+        with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+            summary = run(config.from_tables(tables), world, signals, arguments.restart)
         if world.rank == 0:
             print(json.dumps(summary.as_dict()) if arguments.json else f"\n{summary.text()}")
         return 0
 
-    return run_job(job)
+    with StopSignals() as signals:
+        return run_job(job)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
@@ -133,15 +137,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 def generate(arguments: argparse.Namespace) -> int:
     from hpcllm.generate import continue_prompt
 
+    keys = ("prompt", "tokens", "temperature", "top_k", "seed")
+    pieces = continue_prompt(arguments.checkpoint, **{key: getattr(arguments, key) for key in keys})
     print(arguments.prompt, end="", flush=True)
-    for piece in continue_prompt(
-        arguments.checkpoint,
-        arguments.prompt,
-        tokens=arguments.tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        seed=arguments.seed,
-    ):
+    for piece in pieces:
         print(piece, end="", flush=True)
     print()
     return 0
@@ -157,6 +156,8 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 def inspect(arguments: argparse.Namespace) -> int:
     from hpcllm.checkpoint.inspect import describe, tree_lines
 
+    if not arguments.checkpoint.is_file():
+        raise DataError(f"there is no checkpoint {str(arguments.checkpoint)!r}")
     if arguments.json:
         print(json.dumps(describe(arguments.checkpoint)))
     else:

@@ -136,7 +136,10 @@ class Config:
 
 # key -> (what is valid, test); one row per rule that a single value decides
 RULES: dict[str, tuple[str, typing.Callable[[Any], bool]]] = {
-    "run.name": ("a name without '/' that does not start with '.'", lambda v: bool(v) and "/" not in v and v[0] != "."),
+    "run.name": (
+        "a printable name without '/' that does not start with '.'",
+        lambda v: v.isprintable() and v[:1] not in ("", ".") and "/" not in v,
+    ),
     "run.seed": ("0 <= seed < 2^63", lambda v: 0 <= v < 2**63),
     "run.steps": (">= 1", lambda v: v >= 1),
     "model.layers": (">= 1", lambda v: v >= 1),
@@ -189,16 +192,26 @@ def parse(text: str, overrides: typing.Sequence[str] = (), origin: str = "run fi
     """TOML text -> Config. Raises ConfigError."""
     try:
         tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a TOMLDecodeError is a ValueError; so is a number of 5000 digits
         raise ConfigError(f"{origin} is not valid TOML: {error}") from error
     for override in overrides:
         _override(tables, override)
     return from_tables(tables)
 
 
+def _sections() -> dict[str, type]:
+    return {f.name: typing.cast(type, f.default_factory) for f in dataclasses.fields(Config)}
+
+
+def _kind(section: str, key: str) -> Any:
+    """The declared type of a key, None if there is no such key."""
+    sections = _sections()
+    return typing.get_type_hints(sections[section]).get(key) if section in sections else None
+
+
 def from_tables(tables: dict[str, Any]) -> Config:
     """Nested dicts -> Config: names, types, single values, then what must fit together. Raises ConfigError."""
-    sections = {f.name: typing.cast(type, f.default_factory) for f in dataclasses.fields(Config)}
+    sections = _sections()
     values = {}
     for name, table in {"model": {}, **tables}.items():  # a preset holds even where the table is left out
         if name not in sections:
@@ -253,7 +266,7 @@ def _checked(key: str, value: Any, kind: Any) -> Any:
 
 
 def _typed(key: str, value: Any, kind: type) -> Any:
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < 2**53:
         return float(value)
     if type(value) is not kind:
         names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
@@ -274,8 +287,10 @@ def _override(tables: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override!r} should read table.key=value, for example mesh.dp=4")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text  # a bare word is a string: --set run.name=first
+    if not isinstance(value, str) and _kind(section, name) is str:
+        value = text  # --set run.name=2026
     table = tables.setdefault(section, {})
     if not isinstance(table, dict):
         raise ConfigError(f"{section} = {table!r} should be a table: write [{section}] and its keys below it")
@@ -315,5 +330,7 @@ def _check_together(config: Config) -> None:
 
 
 def divisors(n: int) -> str:
-    """'1, 2, 4, 8' for 8: the answer that an error about a remainder owes its reader."""
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+    """'1, 2, 4, 8' for 8: the answer that an error about a remainder owes its reader; the first dozen of many."""
+    low = [d for d in range(1, math.isqrt(min(n, 10**12)) + 1) if n % d == 0]
+    found = sorted({*low, *(n // d for d in low)})
+    return ", ".join(map(str, found[:12])) + (", ..." if len(found) > 12 else "")

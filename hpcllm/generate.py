@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from hpcllm.checkpoint.reader import Checkpoint
-from hpcllm.checkpoint.state import facts, restore, tokenizer_json
+from hpcllm.checkpoint.restore import facts, restore, tokenizer_json
 from hpcllm.config import from_tables
 from hpcllm.data.tokenizer import Encoder
-from hpcllm.errors import CheckpointError
+from hpcllm.errors import CheckpointError, DataError
 from hpcllm.model.initialisation import allocate
 from hpcllm.model.sampling import generate
 from hpcllm.model.shapes import parameter_shapes, split_layers
@@ -21,11 +21,13 @@ from hpcllm.model.transformer import Decoder
 
 
 def continue_prompt(path: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> Iterator[str]:
-    """Yield pieces of text that continue `prompt`, up to `tokens` tokens or the end of the text.
+    """Pieces of text that continue `prompt`, up to `tokens` tokens or the end of the text.
 
-    Same arguments, same text. Raises CheckpointError if the file is damaged or of no text model, ConfigError for a
-    setting out of range.
+    Same arguments, same text. Raises before the first piece: DataError if there is no such file, CheckpointError if it
+    is damaged or of no text model, ConfigError for a setting out of range.
     """
+    if not path.is_file():
+        raise DataError(f"there is no checkpoint {str(path)!r}")
     with Checkpoint.open(path) as checkpoint:
         decoder = load_decoder(checkpoint)
         text = tokenizer_json(checkpoint)
@@ -34,9 +36,14 @@ def continue_prompt(path: Path, prompt: str, tokens: int, temperature: float, to
     tokenizer = Encoder(text)
     ids = tokenizer.encode([prompt])[0].tolist()[:-1] or [tokenizer.end_of_text]  # encode closes a document
     generator = torch.Generator().manual_seed(seed)
+    drawn = generate(decoder, ids, tokens, temperature, top_k, generator, tokenizer.end_of_text, tokenizer.vocabulary)
+    return _as_text(drawn, tokenizer)
+
+
+def _as_text(tokens: Iterator[int], tokenizer: Encoder) -> Iterator[str]:
     # a character may take several tokens: pieces wait in the decoder until they are whole
     whole = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in generate(decoder, ids, tokens, temperature, top_k, generator, tokenizer.end_of_text):
+    for token in tokens:
         yield whole.decode(tokenizer.decode(np.array([token])))
     yield whole.decode(b"", final=True)
 

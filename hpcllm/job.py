@@ -12,8 +12,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 from mpi4py import MPI
 
@@ -23,10 +24,13 @@ GATHER_LIMIT_S = 2.0  # for ranks that make the same mistake to find each other
 
 
 def run_job(command: Callable[[MPI.Intracomm], int]) -> int:
-    """Run one command on all ranks; returns its exit code, or that of the error it raised."""
+    """Run one command on all ranks; returns its exit code, or that of the error it raised.
+
+    The command gets a copy of the world, so that no message of its own can meet those by which ranks end together.
+    """
     world = MPI.COMM_WORLD
     try:
-        return command(world)
+        return command(world.Dup())
     except HpcllmError as error:
         if error.everywhere or (isinstance(error, UserError) and _all_arrive(world)):
             if world.rank == 0:
@@ -34,7 +38,7 @@ def run_job(command: Callable[[MPI.Intracomm], int]) -> int:
             return error.exit_code
         _abort(world, f"{type(error).__name__}: {error}", error.exit_code)
     except KeyboardInterrupt:
-        _abort(world, "interrupted a second time; the step in progress is lost", 130)
+        _abort(world, "interrupted", 130)
     except BaseException:
         _abort(world, traceback.format_exc(), 1)
     return 1
@@ -63,18 +67,18 @@ class StopSignals:
     """While open: a first SIGTERM, SIGUSR1 or Ctrl-C sets `received`; a second Ctrl-C interrupts."""
 
     received: str = ""
+    _before: dict[int, Any] = field(default_factory=dict)
 
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._note)
+            self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, self._before[signal.SIGINT])

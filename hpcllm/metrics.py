@@ -10,16 +10,19 @@ import json
 import resource
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from hpcllm.config import Config
 from hpcllm.model.shapes import flops_per_token
 
 Record = dict[str, Any]
+Traffic = NDArray[np.float64]  # (3,): seconds waited, bytes of gradients sent, bytes sent along the pipeline
 
 
 @dataclass
@@ -46,7 +49,10 @@ class Log:
         self.bar.write(text, file=sys.stdout)
         sys.stdout.flush()
 
-    def close(self) -> None:
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.bar.close()
         self.file.close()
         if self.events:
@@ -71,7 +77,7 @@ class Pace:
     peak_tflops: float | None  # of one rank's device; None: not known, so no MFU
     steps: int = 0
     seconds: float = 0.0
-    waited_s: float = 0.0
+    traffic: Traffic = field(default_factory=lambda: np.zeros(3))  # summed over the ranks
     all_steps: int = 0
     all_seconds: float = 0.0
 
@@ -83,21 +89,26 @@ class Pace:
     def mean_tokens_per_s(self) -> float:
         return self.all_steps * self.tokens_per_step / self.all_seconds if self.all_steps else 0.0
 
-    def add(self, step_s: float, waited_s: float) -> None:
-        self.steps, self.seconds, self.waited_s = self.steps + 1, self.seconds + step_s, self.waited_s + waited_s
+    def add(self, step_s: float, traffic: Traffic) -> None:
+        self.steps, self.seconds, self.traffic = self.steps + 1, self.seconds + step_s, self.traffic + traffic
         self.all_steps, self.all_seconds = self.all_steps + 1, self.all_seconds + step_s
 
     def take(self, step: int) -> Record:
-        """The means since the last call, as keys of a record."""
-        step_s, share = self.seconds / self.steps, self.waited_s / self.seconds
-        self.steps, self.seconds, self.waited_s = 0, 0.0, 0.0
+        """The means over the steps since the last call, as keys of a record; bytes are a step's, over all ranks."""
+        step_s = self.seconds / self.steps
+        waited_s, gradient_bytes, pipeline_bytes = (self.traffic / self.steps).tolist()
+        self.steps, self.seconds, self.traffic = 0, 0.0, np.zeros(3)
         tokens_per_s = self.tokens_per_step / step_s
         flops = flops_per_token(self.config.model, self.config.data.sequence_length)
         tflops = flops * tokens_per_s / self.ranks / 1e12
         record = {"step_s": step_s, "tokens_per_s": tokens_per_s, "tflops_per_device": tflops}
         if self.peak_tflops:
             record["mfu"] = tflops / self.peak_tflops
-        return record | {"communication_share": share, "eta_s": (self.config.run.steps - step) * step_s}
+        record |= {
+            "communication_share": waited_s / self.ranks / step_s,
+            "eta_s": (self.config.run.steps - step) * step_s,
+        }
+        return record | {"gradient_bytes": gradient_bytes, "pipeline_bytes": pipeline_bytes}
 
 
 def open_log(folder: Path, first_step: int, steps: int, tensorboard: bool) -> Log:
@@ -134,7 +145,8 @@ def clock(seconds: float) -> str:
 
 def peak_memory_gb() -> float:
     """The most memory this process has had resident, in 1e9 bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / 1e9
 
 
 def _lines(path: Path) -> list[str]:

@@ -17,7 +17,8 @@ import tomli_w
 from hpcllm.assemble import Parts
 from hpcllm.checkpoint.folder import keep_newest, newest_valid
 from hpcllm.checkpoint.reader import Checkpoint
-from hpcllm.checkpoint.state import RunState, facts, restore, save
+from hpcllm.checkpoint.restore import facts, restore, tokenizer_json
+from hpcllm.checkpoint.state import RunState, save
 from hpcllm.config import Config, to_tables
 from hpcllm.errors import ConfigError
 from hpcllm.model.shapes import parameter_shapes
@@ -66,7 +67,7 @@ def _load(parts: Parts, path: Path) -> tuple[int, int]:
     with Checkpoint.open(path, parts.mesh.world) as checkpoint:
         first, second = (moments(parts.adamw, parts.parameters, key) for key in ("exp_avg", "exp_avg_sq"))
         known = facts(checkpoint)
-        _check_same_run(parts.config, known.config, path)
+        _check_same_run(parts, known.config, tokenizer_json(checkpoint), path)
         restore(checkpoint, parameter_shapes(parts.config.model), parts.parameters, first, second)
     set_step(parts.adamw, known.step)
     if parts.mesh.world.rank == 0:
@@ -74,11 +75,13 @@ def _load(parts: Parts, path: Path) -> tuple[int, int]:
     return known.step, known.position
 
 
-def _check_same_run(config: Config, stored: Mapping[str, Any], path: Path) -> None:
+def _check_same_run(parts: Parts, stored: Mapping[str, Any], tokenizer: str, path: Path) -> None:
     """Raise ConfigError if going on under this run file would silently train something else."""
-    before, now = _flat(stored), _flat(to_tables(config))
+    before, now = _flat(stored), _flat(to_tables(parts.config))
     fixed = [key for key in now if key.startswith("model.") or key in FIXED]
     changed = [f"{key} = {now[key]!r}, was {before.get(key)!r}" for key in fixed if now[key] != before.get(key)]
+    if tokenizer != parts.store.tokenizer_json:
+        changed.append(f"data.store = {now['data.store']!r} has another tokenizer than {before.get('data.store')!r}")
     if changed:
         raise ConfigError(
             f"{path} was trained otherwise: {'; '.join(changed[:3])}. Take the old values, another run.name, "
@@ -91,10 +94,13 @@ def _flat(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _prepare_folder(folder: Path, restart: bool) -> None:
-    """Make the run folder; on a restart the old one is renamed, never deleted."""
-    if restart and folder.exists():
-        folder.rename(folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}"))
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    """Make the run folder; on a restart the old one is renamed, never deleted. Raises ConfigError."""
+    try:
+        if restart and folder.exists():
+            folder.rename(folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}"))
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the run folder {str(folder)!r} (run.folder / run.name) cannot be made: {error}") from error
 
 
 def _write_run_file(folder: Path, config: Config) -> None:

@@ -35,7 +35,8 @@ class Summary:
             ("layout", f"{self.ranks} ranks: dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, bubble {100 * idle:.0f} %")
         )
         stopped = f", stopped by {self.stopped_by}; the same command goes on" if self.stopped_by else ""
-        rows.append(("steps", f"{self.step} of {config.run.steps}{stopped}"))
+        more = ", the checkpoint is further than run.steps" if self.step > config.run.steps else ""
+        rows.append(("steps", f"{self.step} of {config.run.steps}{more}{stopped}"))
         if math.isfinite(self.loss):
             rows.append(("training loss", f"{self.loss:.4f}"))
         rows += self._held_out()

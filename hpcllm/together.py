@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import numpy as np
 from mpi4py import MPI
 
 from hpcllm import errors
+from hpcllm.waiting import Waits
 
 T = TypeVar("T")
+REPORT_LIMIT_S = 3600.0  # rank 0 may prepare a tokenizer, others may write a large file
 
 
 def on_root(comm: MPI.Intracomm, function: Callable[[], T]) -> T:
@@ -31,6 +34,7 @@ def on_root(comm: MPI.Intracomm, function: Callable[[], T]) -> T:
             result = function()
         except (errors.HpcllmError, OSError) as error:
             report = _report(error)
+    _gather_quietly(comm)
     answer: T
     answer, report = comm.bcast((result, report), root=0)
     if report:
@@ -40,14 +44,26 @@ def on_root(comm: MPI.Intracomm, function: Callable[[], T]) -> T:
 
 def raise_together(comm: MPI.Intracomm, error: Exception | None) -> None:
     """Raise on every rank if any rank brings an error; a rank's own error is chained. Collective over comm."""
+    if not _any(comm, error is not None):
+        return
     reports = comm.allgather(_report(error) if error else None)
     failed = [(rank, *report) for rank, report in enumerate(reports) if report]
-    if not failed:
-        return
     lines = "; ".join(f"rank {rank}: {message}" for rank, _, message in failed[:3])
     kinds = {kind for _, kind, _ in failed}
     message = f"{len(failed)} of {comm.size} ranks failed: {lines}{'; ...' if len(failed) > 3 else ''}"
     raise _rebuild(kinds.pop() if len(kinds) == 1 else "CollectiveError", message) from error
+
+
+def _gather_quietly(comm: MPI.Intracomm) -> None:
+    """A barrier whose waiting does not take the core of the rank that is awaited. Raises StallError."""
+    Waits(REPORT_LIMIT_S).all([comm.Ibarrier()], lambda: f"{comm.size} ranks to come to the same point")
+
+
+def _any(comm: MPI.Intracomm, flag: bool) -> bool:
+    flags = np.array([flag], dtype=np.int32)
+    request = comm.Iallreduce(MPI.IN_PLACE, flags, MPI.MAX)
+    Waits(REPORT_LIMIT_S).all([request], lambda: f"{comm.size} ranks to say how it went")
+    return bool(flags[0])
 
 
 def _report(error: Exception) -> tuple[str, str]:

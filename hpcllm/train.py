@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +24,7 @@ from hpcllm.config import Config
 from hpcllm.data.sampler import read_batch
 from hpcllm.errors import NonFiniteError
 from hpcllm.job import StopSignals
-from hpcllm.machines import peak_tflops
-from hpcllm.metrics import Log, Pace, open_log, peak_memory_gb
+from hpcllm.metrics import Log, Pace, Traffic, open_log, peak_memory_gb
 from hpcllm.model.shapes import parameter_count
 from hpcllm.optim.adamw import set_learning_rate
 from hpcllm.optim.learning_rate import learning_rate
@@ -41,22 +41,23 @@ class Agreed:
     loss: float  # nats a token, over the global batch
     gradient_norm: float
     stop: bool
-    waited_s: float  # mean over the ranks
+    traffic: Traffic  # of the step, summed over the ranks
 
 
-def train(config: Config, world: MPI.Intracomm, restart: bool = False) -> Summary:
+def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: bool = False) -> Summary:
     """Train as the run file says, from the start or the newest checkpoint. Collective over world.
 
+    signals: an open StopSignals; once one of them came on any rank, the run ends after the step, its state saved.
     Raises UserError before any work, NonFiniteError, StallError, CheckpointError. Returns the same on every rank.
     """
-    with StopSignals() as signals, assemble(config, world) as parts:
+    with assemble(config, world) as parts, ExitStack() as stack:
         config = parts.config
         step, position, saved = resume(parts, restart)
-        log = _start_log(parts, step)
-        pace = Pace(config, world.size, peak_tflops(config.run.machine, torch.get_num_threads()))
+        log = stack.enter_context(_start_log(parts, step)) if world.rank == 0 else None
+        pace = Pace(config, world.size, parts.peak_tflops)
         loss, checked, stopping = math.nan, None, False
         while step < config.run.steps and not stopping:
-            began_s, waited_s = time.perf_counter(), parts.waited_s()
+            began_s, traffic = time.perf_counter(), parts.traffic()
             rate = learning_rate(step, config.run.steps, config.optimizer)
             set_learning_rate(parts.adamw, rate)
             inputs, targets = _my_samples(parts, position)
@@ -65,14 +66,14 @@ def train(config: Config, world: MPI.Intracomm, restart: bool = False) -> Summar
                 parts.actions, inputs, targets, 1 / pace.tokens_per_step, lambda m: _arm(parts, m)
             )
             parts.gradients.finish()
-            waited_s = parts.waited_s() - waited_s
-            agreed = _agree(parts, local_loss / pace.tokens_per_step, bool(signals.received), waited_s)
+            traffic = parts.traffic() - traffic
+            agreed = _agree(parts, local_loss / pace.tokens_per_step, bool(signals.received), traffic)
             if not (math.isfinite(agreed.loss) and math.isfinite(agreed.gradient_norm)):
                 raise _not_finite(parts, agreed, local_loss, step + 1, position, saved)
             _clip(parts, agreed.gradient_norm)
             parts.adamw.step()
             step, position, loss, stopping = step + 1, position + config.data.global_batch, agreed.loss, agreed.stop
-            pace.add(time.perf_counter() - began_s, agreed.waited_s)
+            pace.add(time.perf_counter() - began_s, agreed.traffic)
 
             is_last = stopping or step == config.run.steps
             if is_last or _due(step, config.log.every_steps):
@@ -81,10 +82,8 @@ def train(config: Config, world: MPI.Intracomm, restart: bool = False) -> Summar
                 checked = _validate(parts, step, log)
             if is_last or _due(step, config.checkpoint.every_steps):
                 saved = save_run(parts, step, position)
-        if step == config.run.steps:
-            checked = _validate(parts, step, log)
-        if log:
-            log.close()
+        if not stopping:
+            checked = _validate(parts, step, log if pace.all_steps else None)  # else it stands in the log already
         return Summary(
             config=config,
             ranks=world.size,
@@ -107,22 +106,20 @@ def _my_samples(parts: Parts, position: int) -> tuple[torch.Tensor, torch.Tensor
     """Inputs and targets (microbatches, size, sequence): this replica's share of the samples from `position` on."""
     data, dp = parts.config.data, parts.mesh.dp
     share = data.global_batch // dp.size
-    tokens = parts.store.tokens("train")
-    rows = read_batch(tokens, parts.sampler, data.sequence_length, position + dp.rank * share, share)
+    rows = read_batch(parts.tokens, parts.sampler, data.sequence_length, position + dp.rank * share, share)
     batch = torch.from_numpy(rows).view(parts.config.pipeline.microbatches, -1, data.sequence_length + 1)
     return batch[..., :-1], batch[..., 1:].contiguous()
 
 
-def _agree(parts: Parts, loss: float, stop: bool, waited_s: float) -> Agreed:
+def _agree(parts: Parts, loss: float, stop: bool, traffic: Traffic) -> Agreed:
     """One small sum over all ranks a step: loss, gradient norm, wish to stop. Collective over the mesh."""
     mesh = parts.mesh
     # replicas have the same gradients, bit for bit, so one of them speaks for all
     squares = parts.gradients.squared_norm(owns_shared=mesh.pp.rank == 0) if mesh.dp.rank == 0 else 0.0
-    sums = np.array([loss, squares, float(stop), waited_s])
+    sums = np.array([loss, squares, stop, *traffic])
     request = mesh.world.Iallreduce(MPI.IN_PLACE, sums)
     parts.control.all([request], lambda: "all ranks to agree on a step's loss and gradient norm")
-    total_loss, total_squares, stops, total_waited_s = sums.tolist()
-    return Agreed(total_loss, math.sqrt(total_squares), stops > 0, total_waited_s / mesh.world.size)
+    return Agreed(float(sums[0]), math.sqrt(sums[1]), bool(sums[2] > 0), sums[3:])
 
 
 def _clip(parts: Parts, norm: float) -> None:
@@ -160,11 +157,9 @@ def _validate(parts: Parts, step: int, log: Log | None) -> Validation | None:
     return result
 
 
-def _start_log(parts: Parts, step: int) -> Log | None:
-    """Rank 0's log, its first lines said; None elsewhere."""
+def _start_log(parts: Parts, step: int) -> Log:
+    """The log of the run, its first line said. For rank 0."""
     config, shape = parts.config, parts.mesh.shape
-    if parts.mesh.world.rank != 0:
-        return None
     log = open_log(parts.run_folder, step, config.run.steps, config.log.tensorboard)
     idle = bubble(shape["pp"], config.pipeline.microbatches)
     log.say(
@@ -183,6 +178,5 @@ def _log_step(parts: Parts, log: Log | None, pace: Pace, step: int, agreed: Agre
     parts.control.all([request], lambda: "the largest memory over all ranks")
     record = {"step": step, "loss": agreed.loss, "learning_rate": rate, "grad_norm": agreed.gradient_norm}
     record |= pace.take(step) | {"memory_gb": memory_gb.item()}
-    record |= {"gradient_bytes": parts.gradients.sent_bytes, "pipeline_bytes": parts.engine.link.sent_bytes}
     if log:
         log.step(record)

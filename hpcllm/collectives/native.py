@@ -16,7 +16,7 @@ def native_allreduce(
     codec: Codec,
     waits: Waits,
     scratch: torch.Tensor | None = None,  # noqa: ARG001 -- the library brings its own
-) -> None:
+) -> int:
     """Sum x (n,) float32 over comm in place. Collective over comm. Raises ValueError with a codec other than raw."""
     if codec is not RAW:
         raise ValueError(f"native allreduce sends fp32 only; codec {codec.name} needs the algorithm ring")
@@ -25,3 +25,4 @@ def native_allreduce(
     for start in range(0, x.numel(), step):
         request = comm.Iallreduce(MPI.IN_PLACE, memory[start : start + step])
         waits.all([request], lambda: f"the library's allreduce over {comm.size} ranks")
+    return 0

@@ -32,13 +32,13 @@ LANE_BYTES = 1 << 20
 
 def ring_allreduce(
     x: torch.Tensor, comm: MPI.Intracomm, codec: Codec, waits: Waits, scratch: torch.Tensor | None = None
-) -> None:
-    """Sum x (n,) float32 over comm in place, any n. Collective over comm.
+) -> int:
+    """Sum x (n,) float32 over comm in place, any n. Returns the bytes that this rank sent. Collective over comm.
 
     With a lossy codec each hop of the reduce-scatter rounds a partial sum, so the error grows with the ranks.
     """
     if comm.size == 1 or x.numel() == 0:
-        return
+        return 0
     if scratch is None:
         scratch = torch.empty(ring_scratch_bytes(x.numel(), comm.size, codec), dtype=torch.uint8)
     lanes = [_Lane(lane, x, comm, codec, waits, scratch) for lane in range(_lane_count(x.numel(), comm.size))]
@@ -49,6 +49,7 @@ def ring_allreduce(
             lane.advance(hop)
     for lane in lanes:
         lane.finish()
+    return sum(lane.sent_bytes for lane in lanes)
 
 
 def ring_scratch_bytes(n: int, ranks: int, codec: Codec) -> int:
@@ -78,6 +79,7 @@ class _Lane:
         self.slot, self.spare = scratch[2 * lane * slot_bytes :][: 2 * slot_bytes].view(2, slot_bytes)
         self.sending: list[MPI.Request] = []
         self.receiving: list[MPI.Request] = []
+        self.sent_bytes = 0
 
     def start(self) -> None:
         self._receive(0)
@@ -113,6 +115,7 @@ class _Lane:
 
     def _send(self, data: torch.Tensor) -> None:
         self.sending = buffers.isend(self.comm, data, self.right, self.lane)
+        self.sent_bytes += data.numel()
 
     def _received_chunk(self, hop: int) -> int:
         return (self.comm.rank - hop - 1) % self.comm.size

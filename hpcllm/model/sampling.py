@@ -26,23 +26,24 @@ def generate(
     top_k: int,
     generator: torch.Generator,
     stop: int | None,
+    vocabulary: int | None = None,
 ) -> Iterator[int]:
     """Yield up to new_tokens tokens that continue the prompt; ends before `stop` would be yielded.
 
     decoder: a whole model, with both ends. temperature 0 takes the likeliest token; top_k 0 draws from the whole
-    vocabulary. Same generator state: same tokens. Raises DataError for an empty prompt or a token outside the
+    vocabulary, of which `vocabulary` ids stand for text (default: all). Same generator state: same tokens. Raises DataError for an empty prompt or a token outside the
     vocabulary, ConfigError for a setting out of range, both before the first token.
     """
-    vocabulary = decoder.model.vocabulary
+    vocabulary = min(vocabulary or decoder.model.vocabulary, decoder.model.vocabulary)
     if not prompt_tokens:
         raise DataError("the prompt has no tokens; give at least one, for example the end-of-text token")
     if outside := [token for token in prompt_tokens if not 0 <= token < vocabulary]:
-        raise DataError(f"prompt token {outside[0]} is outside the model's vocabulary; valid: 0 to {vocabulary - 1}")
+        raise DataError(f"prompt token {outside[0]} is outside the vocabulary; valid: 0 to {vocabulary - 1}")
     if not 0 <= temperature < float("inf"):
         raise ConfigError(f"temperature = {temperature} is out of range; valid: 0 (the likeliest token) or more")
     if top_k < 0 or new_tokens < 0:
         raise ConfigError(f"top_k = {top_k}, new_tokens = {new_tokens}: neither can be negative; top_k 0 means all")
-    return _continue(decoder, list(prompt_tokens), new_tokens, temperature, top_k, generator, stop)
+    return _continue(decoder, list(prompt_tokens), new_tokens, temperature, top_k, generator, stop, vocabulary)
 
 
 def next_logits(decoder: Decoder, tokens: list[int]) -> Tensor:
@@ -70,9 +71,10 @@ def _continue(
     top_k: int,
     generator: torch.Generator,
     stop: int | None,
+    vocabulary: int,
 ) -> Iterator[int]:
     for _ in range(new_tokens):
-        token = draw(next_logits(decoder, tokens), temperature, top_k, generator)
+        token = draw(next_logits(decoder, tokens)[:vocabulary], temperature, top_k, generator)
         if token == stop:
             return
         tokens.append(token)

@@ -85,21 +85,23 @@ class GradientBuckets:
 
     def _sum(self, bucket: Bucket) -> None:
         for comm in (self.mesh.dp, self.mesh.ends) if bucket.shared else (self.mesh.dp,):
-            allreduce(bucket.gradients, comm, self.codec, self.algorithm, self.waits, self._scratch)
-            count = bucket.gradients.numel()
-            self.sent_bytes += 2 * self.codec.encoded_bytes(count) * (comm.size - 1) // comm.size
+            arguments = (self.codec, self.algorithm, self.waits, self._scratch)
+            self.sent_bytes += allreduce(bucket.gradients, comm, *arguments)
 
 
 def make_buckets(
     parameters: Mapping[str, torch.nn.Parameter],
+    shared: str | None,
     bucket_bytes: float,
     mesh: Mesh,
     codec: Codec,
     algorithm: str,
     waits: Waits,
 ) -> GradientBuckets:
-    """Lay the gradients of `parameters` (in forward order) out in buckets of about bucket_bytes and hook them up."""
-    shared = "embedding.weight" if mesh.ends.size > 1 and "embedding.weight" in parameters else None
+    """Lay the gradients of `parameters` (in forward order) out in buckets of about bucket_bytes and hook them up.
+
+    shared: the parameter of which the other end of the pipeline has a copy, if there is one.
+    """
     groups = _group({name: p.numel() for name, p in parameters.items() if name != shared}, bucket_bytes / 4)
     if shared:
         groups.append([shared])

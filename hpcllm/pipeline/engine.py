@@ -2,7 +2,7 @@
 
     tokens --> F m --> SEND_F m --> ... --> last stage: F m is the loss --> B m --> SEND_B m --> ... --> B m on stage 0
 
-What a stage keeps between F m and B m is one pair (input, output); it is freed by B m. Which rank is first or last
+What a stage keeps between F m and B m is one pair (input, output); it is freed by B m, or at once without gradients. Which rank is first or last
 stands in the schedule's messages and in what the stage computes, not in branches of the loop.
 """
 
@@ -53,7 +53,8 @@ class Engine:
                 case Op.FORWARD:
                     self._forward(m, inputs[m], targets[m], scale)
                 case Op.SEND_FORWARD:
-                    self.link.send(Op.FORWARD, m, self._outputs[m])
+                    keep = torch.is_grad_enabled()
+                    self.link.send(Op.FORWARD, m, self._outputs[m] if keep else self._outputs.pop(m))
                 case Op.RECV_BACKWARD:
                     self.link.receive(Op.BACKWARD, m)
                 case Op.BACKWARD:
@@ -62,7 +63,7 @@ class Engine:
                 case Op.SEND_BACKWARD:
                     self.link.send(Op.BACKWARD, m, self._to_send.pop(m))
         self.link.finish()
-        self._forget()
+        self._outputs.clear()  # losses that had no backward pass
         return self._loss.item()
 
     def _forward(self, m: int, tokens: torch.Tensor, targets: torch.Tensor, scale: float) -> None:
@@ -75,6 +76,8 @@ class Engine:
             self._loss += loss.detach()
             output = loss * scale
         self._outputs[m] = output
+        if not torch.is_grad_enabled() and m in self._inputs:
+            self._release(self._inputs.pop(m))  # no backward pass will ask for it
 
     def _backward(self, m: int) -> None:
         output = self._outputs.pop(m)
@@ -94,10 +97,3 @@ class Engine:
         """Give an input's memory back to the link."""
         x.grad = None
         self.link.release(x.requires_grad_(False))
-
-    def _forget(self) -> None:
-        """Drop what a schedule without backward passes has left."""
-        self._outputs.clear()
-        for x in self._inputs.values():
-            self._release(x)
-        self._inputs.clear()

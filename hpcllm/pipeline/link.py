@@ -35,7 +35,7 @@ class Link:
     sent_bytes: int = 0
     _free: list[torch.Tensor] = field(default_factory=list)
     _coming: dict[tuple[Op, int], tuple[list[MPI.Request], torch.Tensor]] = field(default_factory=dict)
-    _leaving: list[tuple[list[MPI.Request], torch.Tensor]] = field(default_factory=list)
+    _leaving: list[tuple[list[MPI.Request], torch.Tensor, Op]] = field(default_factory=list)
 
     def receive(self, way: Op, microbatch: int) -> None:
         """Start receiving; `take` hands the tensor out."""
@@ -45,11 +45,12 @@ class Link:
 
     def take(self, way: Op, microbatch: int) -> torch.Tensor:
         """The tensor that a `receive` was started for, once here; to be handed back by `release`. Raises StallError."""
-        requests, buffer = self._coming.pop((way, microbatch))
+        requests, buffer = self._coming[way, microbatch]
         self.waits.all(
             requests,
             lambda: f"the {WAY[way]} of microbatch {microbatch} from {self.mesh.describe_stage(self._source(way))}",
         )
+        del self._coming[way, microbatch]  # not before: a message later than the limit must not land in freed memory
         return buffer
 
     def release(self, buffer: torch.Tensor) -> None:
@@ -61,13 +62,14 @@ class Link:
         self._leaving = [entry for entry in self._leaving if not MPI.Request.Testall(entry[0])]
         tensor = tensor.detach().contiguous()
         requests = buffers.isend(self.mesh.pp, tensor, self._target(way), _tag(way, microbatch))
-        self._leaving.append((requests, tensor))
+        self._leaving.append((requests, tensor, way))
         self.sent_bytes += tensor.nbytes
 
     def finish(self) -> None:
         """Wait until everything sent has left. Raises StallError."""
-        for requests, _ in self._leaving:
-            self.waits.all(requests, lambda: f"messages to a neighbour of stage {self.mesh.pp.rank} to leave")
+        for requests, _, way in self._leaving:
+            peer = self._target(way)
+            self.waits.all(requests, lambda peer=peer: f"{self.mesh.describe_stage(peer)} to take its messages")  # type: ignore[misc]
         self._leaving.clear()
 
     def _source(self, way: Op) -> int:

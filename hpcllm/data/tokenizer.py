@@ -1,0 +1,191 @@
+"""Byte-level BPE: trained here or loaded, lossless either way.
+
+    "hé\\n" -> bytes 68 c3 a9 0a -> one printable character a byte "hÃ©Ċ" -> merged into tokens of the vocabulary
+
+The table from bytes to characters is GPT-2's: bytes that print stay themselves, the others move to U+0100 and up.
+Because each character of a token stands for one byte, the length of a token is the number of bytes it costs, and the
+lengths of a document's tokens must add up to the document: checked for every document, so nothing is lost unseen.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from hpcllm.data.normal import normalise
+from hpcllm.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
+
+END_OF_TEXT = "<|end_of_text|>"
+END_OF_TEXT_NAMES = (END_OF_TEXT, "<|endoftext|>", "</s>")  # ours and Llama 3, GPT-2, RoBERTa
+SMALLEST_VOCABULARY = 257  # every byte and the end of text
+LARGEST_VOCABULARY = 2**24
+PIECE_CHARACTERS = 2**20  # a longer document is encoded in pieces: its tokens' bookkeeping takes 100 bytes a token
+_PROBE = normalise(
+    "".join(map(chr, range(1, 0x250)))
+    + "  two  spaces\t\ttabs\r\n\n\n    indented\n1234567890 x=1;y!=2 don't DON'T Straße naïve Ελληνικά кириллица "
+    + "中文字 日本語 한국어 עברית العربية हिन्दी \U0001f469\u200d\U0001f52c \ufeff\u2028\u00a0\u200b\U0010ffff."
+)
+
+
+def train(texts: Iterable[str], vocabulary: int) -> str:
+    """Tokenizer JSON: byte-level BPE of at most `vocabulary` tokens, fewer when the texts offer no more merges.
+
+    The result depends on the set of texts only: not on their order, nor on the number of threads.
+    """
+    tokenizers = library()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer_json: str = tokenizer.to_str()
+    return tokenizer_json
+
+
+def load(path: Path) -> str:
+    """Tokenizer JSON from a tokenizer.json, or from the /tokenizer of a token store or checkpoint. Raises DataError.
+
+    A tokenizer without an end-of-text token that we know gets ours, at the end of its vocabulary.
+    """
+    tokenizers = library()
+    try:
+        text = _stored(path) if h5py.is_hdf5(path) else path.read_text(encoding="utf-8")
+        tokenizer = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises plain Exception for what it cannot parse
+        raise DataError(f"the tokenizer {str(path)!r} cannot be read: {error}; give a tokenizer.json") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if _end_of_text(tokenizer) is None:
+        tokenizer.add_special_tokens([END_OF_TEXT])
+    tokenizer_json: str = tokenizer.to_str()
+    _check_lossless(tokenizer_json, path)
+    return tokenizer_json
+
+
+class Encoder:
+    """A tokenizer at work. Text that looks like a special token is encoded as the text it is."""
+
+    def __init__(self, tokenizer_json: str) -> None:
+        self.tokenizer_json = tokenizer_json
+        self._tokenizer: Tokenizer = library().Tokenizer.from_str(tokenizer_json)
+        self._tokenizer.encode_special_tokens = True
+        self.token_bytes = _token_bytes(self._tokenizer)  # (vocabulary,) uint32, 0 for special and unused ids
+        end_of_text = _end_of_text(self._tokenizer)
+        if end_of_text is None:
+            raise DataError(f"the tokenizer has no end of text; valid: one of {', '.join(END_OF_TEXT_NAMES)}, special")
+        self.end_of_text = end_of_text
+
+    @property
+    def vocabulary(self) -> int:
+        return len(self.token_bytes)
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Token ids of each text and an end of text. Threads of the library, no fork."""
+        pieces = [(i, piece) for i, text in enumerate(texts) for piece in _pieces(text)]
+        encoded = self._tokenizer.encode_batch_fast([piece for _, piece in pieces], add_special_tokens=False)
+        ids: list[list[NDArray[np.uint32]]] = [[] for _ in texts]
+        for (i, _), encoding in zip(pieces, encoded, strict=True):
+            ids[i].append(np.array(encoding.ids, np.uint32))
+        end = np.array([self.end_of_text], np.uint32)
+        return [np.concatenate([*parts, end]) for parts in ids]
+
+    def decode(self, ids: NDArray[np.integer]) -> bytes:
+        """The bytes that tokens stand for; special tokens stand for none. Raises KeyError if one is not byte-level."""
+        return b"".join(map(self._bytes_of, ids.tolist()))
+
+    def _bytes_of(self, id_: int) -> bytes:
+        if added := self._tokenizer.get_added_tokens_decoder().get(id_):
+            return _added_bytes(added)
+        token = self._tokenizer.id_to_token(id_)
+        if token is None:
+            raise KeyError(id_)
+        return bytes(_byte_of()[character] for character in token)
+
+
+def _end_of_text(tokenizer: Tokenizer) -> int | None:
+    """Only a special token will do: text may well contain an ordinary token that reads "</s>"."""
+    special = {added.content: id_ for id_, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    return next((special[name] for name in END_OF_TEXT_NAMES if name in special), None)
+
+
+def _token_bytes(tokenizer: Tokenizer) -> NDArray[np.uint32]:
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    lengths = np.zeros(max(vocabulary.values()) + 1, np.uint32)
+    for token, id_ in vocabulary.items():
+        lengths[id_] = len(token)
+    for id_, added in tokenizer.get_added_tokens_decoder().items():
+        lengths[id_] = len(_added_bytes(added))
+    return lengths
+
+
+def _added_bytes(added: AddedToken) -> bytes:
+    return b"" if added.special else added.content.encode("utf-8")
+
+
+def limit_threads(ranks_on_node: int) -> None:
+    """Share the cores of a node among its ranks, unless the user or the binding has; before the first encode."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, min(bound, (os.cpu_count() or 1) // ranks_on_node))
+    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut after a line end where there is one: no token of ordinary text is lost at the seam."""
+    start = 0
+    while len(text) - start > PIECE_CHARACTERS:
+        line_end = text.rfind("\n", start, start + PIECE_CHARACTERS)
+        end = line_end + 1 if line_end >= start else start + PIECE_CHARACTERS
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _check_lossless(tokenizer_json: str, path: Path) -> None:
+    encoder = Encoder(tokenizer_json)
+    try:
+        held = encoder.decode(encoder.encode([_PROBE])[0])
+    except KeyError:
+        held = b""
+    if held != _PROBE.encode("utf-8"):
+        raise DataError(
+            f"the tokenizer {str(path)!r} is not byte-level BPE: text does not come back from its tokens; "
+            "valid: a tokenizer in the manner of GPT-2 or Llama 3, or none, to have one trained"
+        )
+
+
+@cache
+def _byte_of() -> dict[str, int]:
+    """GPT-2's table from printable characters back to bytes (Radford et al. 2019, the encoder released with it)."""
+    printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printing]
+    return {chr(byte): byte for byte in printing} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def _stored(path: Path) -> str:
+    with h5py.File(path, "r") as file:
+        return bytes(file["tokenizer"][...]).decode("utf-8")
+
+
+def library() -> Any:
+    """The `tokenizers` package, imported on first use. Raises DataError that says how to get it."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise DataError("text needs the `tokenizers` library: pip install 'hpcllm[text]'") from error
+    return tokenizers

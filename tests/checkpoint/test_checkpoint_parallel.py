@@ -1,0 +1,122 @@
+"""All ranks write one file; whoever reads it, in whatever split, gets the same bits."""
+
+from __future__ import annotations
+
+import os
+import resource
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from pytest_mpi import parallel_assert
+
+from hpcllm.checkpoint.folder import newest_valid
+from hpcllm.checkpoint.layout import DatasetSpec
+from hpcllm.checkpoint.reader import Checkpoint
+from hpcllm.checkpoint.slabs import Slab, whole
+from hpcllm.checkpoint.writer import write
+from hpcllm.errors import CheckpointError
+
+SIZES = [1, 2, 3, 4]
+
+
+def rows_of(rank: int, size: int, shape: tuple[int, ...]) -> Slab:
+    first, last = rank * shape[0] // size, (rank + 1) * shape[0] // size
+    return Slab("w", (first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+
+
+def columns_of(rank: int, size: int, shape: tuple[int, ...]) -> Slab:
+    first, last = rank * shape[1] // size, (rank + 1) * shape[1] // size
+    return Slab("w", (0, first), (shape[0], last - first))
+
+
+@pytest.mark.parallel(SIZES)
+def test_random_splits_write_and_read_the_same_bits(comm, shared_path, partition, index_of):
+    rng = np.random.default_rng(comm.size)  # the same on all ranks
+    for case in range(5):
+        shape = tuple(int(n) for n in rng.integers(1, 40, rng.integers(1, 4)))
+        tensor = rng.standard_normal(shape).astype("f4")
+        pieces = partition(rng, "a/w", shape, int(rng.integers(8)))
+        mine = {s: np.ascontiguousarray(tensor[index_of(s)]) for s in pieces[comm.rank :: comm.size]}
+        specs = {"a/w": DatasetSpec(shape, "float32")} if mine else {}
+        report = write(shared_path / f"{case}.h5", comm, specs, mine, {"case": case})
+        assert report.bytes == tensor.nbytes
+        with Checkpoint.open(report.path, comm) as checkpoint:
+            checkpoint.verify()
+            others = partition(rng, "a/w", shape, 5)
+            same = [np.array_equal(checkpoint.read(s), tensor[index_of(s)]) for s in others]
+            parallel_assert(all(same) and checkpoint.attributes == {"case": case})
+    parallel_assert(len(os.listdir(shared_path)) == 5)
+
+
+@pytest.mark.parallel(SIZES)
+@pytest.mark.parametrize("split", [rows_of, columns_of])
+def test_damage_is_found_by_every_rank_at_once(comm, shared_path, split):
+    shape = (50, 30)
+    tensor = np.arange(1500, dtype="f4").reshape(shape)
+    slab = split(comm.rank, comm.size, shape)
+    part = tensor[tuple(slice(s, s + n) for s, n in zip(slab.start, slab.shape, strict=True))]
+    spec = {"w": DatasetSpec(shape, "float32")}
+    for step in (1, 2, 3):
+        write(shared_path / f"step_{step:08d}.h5", comm, spec, {slab: np.ascontiguousarray(part)}, {})
+    if comm.rank == 0:
+        with (shared_path / "step_00000003.h5").open("r+b") as file:
+            file.truncate(6000)
+        with Checkpoint.open(shared_path / "step_00000002.h5") as two, two.path.open("r+b") as file:
+            file.seek(two.datasets["w"].offset + 4 * 777)
+            file.write(b"\xff")
+    comm.Barrier()
+    found, passed_over = newest_valid(shared_path, comm)
+    parallel_assert(found == shared_path / "step_00000001.h5")
+    parallel_assert("00000003" in passed_over[0] and "cut" in passed_over[0])
+    parallel_assert("00000002" in passed_over[1] and " w from " in passed_over[1])
+    with Checkpoint.open(found, comm) as checkpoint:
+        parallel_assert(np.array_equal(checkpoint.read(slab), part))
+
+
+@contextmanager
+def files_no_larger_than(limit_bytes: int):
+    """A disk that is full for this process alone: writing beyond the limit fails with EFBIG."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parallel(SIZES)
+def test_one_full_disk_is_an_error_on_all_and_the_old_file_stays(comm, shared_path):
+    shape, path = (1 << 18,), shared_path / "step_00000001.h5"
+    slab = rows_of(comm.rank, comm.size, shape)
+    spec = {"w": DatasetSpec(shape, "float32")}
+    write(path, comm, spec, {slab: np.full(slab.shape, 1, "f4")}, {})
+    last = comm.rank == comm.size - 1
+    with (
+        files_no_larger_than(1 << 16) if last else files_no_larger_than(1 << 40),
+        pytest.raises(CheckpointError) as caught,
+    ):
+        write(path, comm, spec, {slab: np.full(slab.shape, 2, "f4")}, {})
+    told = f"rank {comm.size - 1}" if comm.size > 1 else "cannot create"
+    parallel_assert(told in str(caught.value) and "step_00000001.h5" in str(caught.value))
+    parallel_assert("File too large" in str(caught.value) or comm.size == 1)
+    comm.Barrier()
+    parallel_assert(os.listdir(shared_path) == [path.name])
+    with Checkpoint.open(path, comm) as checkpoint:
+        checkpoint.verify()
+        parallel_assert((checkpoint.read_whole("w") == 1).all())
+
+
+@pytest.mark.parallel([2, 3, 4])
+def test_ranks_that_disagree_are_told(comm, shared_path):
+    shape = (4 + (comm.rank == 1),)
+    with pytest.raises(CheckpointError, match="ranks disagree on w"):
+        write(shared_path / "x.h5", comm, {"w": DatasetSpec(shape, "float32")}, {}, {})
+    doubled = {whole("w", (4,)): np.zeros(4, "f4")}
+    with pytest.raises(CheckpointError, match=rf"element \(0,\) is held {comm.size} times"):
+        write(shared_path / "x.h5", comm, {"w": DatasetSpec((4,), "float32")}, doubled, {})
+    wrong = {whole("w", (4,)): np.zeros(4, "f8" if comm.rank == 1 else "f4")}
+    with pytest.raises(CheckpointError, match=r"rank 1: .* has float64"):
+        write(shared_path / "x.h5", comm, {"w": DatasetSpec((4,), "float32")}, wrong, {})
+    comm.Barrier()
+    parallel_assert(os.listdir(shared_path) == [])

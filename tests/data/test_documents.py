@@ -1,0 +1,159 @@
+"""Reading: units cover every document once, damage is named, normal forms stay as they are."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+
+import pytest
+import zstandard
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hpcllm.data.documents import DAMAGED, NOT_UTF8, TOO_LARGE, Document, Problem, read_documents
+from hpcllm.data.inputs import Unit, find_units, share
+from hpcllm.data.normal import digest, normalise, split_key
+from hpcllm.errors import DataError
+
+TEXTS = [f"line {i} " + "é" * (i % 50) + "." for i in range(400)]
+
+
+def jsonl(texts):
+    return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
+
+
+def read(path, **more):
+    return [item for unit in find_units([path], Counter()) for item in read_documents(unit, "text", **more)]
+
+
+def texts_of(items):
+    return [item.text for item in items if isinstance(item, Document)]
+
+
+@given(st.text())
+@example("\r\0\n\r\r\n x\u0000")
+@example("e\u0301\u2000")
+def test_normalising_twice_changes_nothing(text):
+    once = normalise(text)
+    assert normalise(once) == once
+    assert "\0" not in once
+    assert "\r\n" not in once
+    assert once == once.rstrip()
+
+
+def test_leading_indentation_stays():
+    assert normalise("    x = 1\r\n\ty\r\n \r\n") == "    x = 1\n\ty"
+
+
+@given(st.text(max_size=20), st.integers(0, 2**63 - 1))
+def test_keys_depend_on_text_and_seed(text, seed):
+    assert split_key(digest(text), seed) == split_key(digest(text), seed)
+    assert split_key(digest(text), seed) != split_key(digest(text + "."), seed)
+    assert split_key(digest(text), seed) != split_key(digest(text), (seed + 1) % 2**63)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), max_size=12),
+    st.integers(1, 60),
+    st.sampled_from([b"\n", b"\r\n"]),
+    st.booleans(),
+)
+def test_ranges_of_a_jsonl_hold_each_line_once_and_in_order(tmp_path_factory, texts, range_bytes, line_end, ends):
+    path = tmp_path_factory.mktemp("ranges") / "rows.jsonl"
+    data = line_end.join(json.dumps({"text": f"{i}{text}"}).encode() for i, text in enumerate(texts))
+    path.write_bytes(data + (line_end if ends and texts else b""))
+    units = find_units([path], Counter(), range_bytes)
+    items = [item for unit in units for item in read_documents(unit, "text")]
+    assert texts_of(items) == [normalise(f"{i}{text}") for i, text in enumerate(texts)]
+    assert [item for item in items if isinstance(item, Problem)] == []
+    assert sum(unit.size for unit in units) == path.stat().st_size
+
+
+@given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9))
+def test_shares_are_contiguous_and_off_by_less_than_a_unit(sizes, ranks):
+    units = [Unit(f"{i}", 0, size) for i, size in enumerate(sizes)]
+    shares = share(units, ranks)
+    assert [unit for part in shares for unit in part] == units
+    fair = sum(size + 1 for size in sizes) / ranks
+    assert all(sum(unit.size + 1 for unit in part) <= fair + max(sizes) + 1 for part in shares if part)
+
+
+@pytest.mark.parametrize(("kind", "compress"), [("gz", gzip.compress), ("zst", zstandard.compress)])
+def test_of_a_compressed_file_cut_anywhere_a_prefix_is_kept_and_the_damage_named(tmp_path, kind, compress):
+    whole = compress(jsonl(TEXTS[:200])) + compress(jsonl(TEXTS[200:]))
+    path = tmp_path / f"rows.jsonl.{kind}"
+    path.write_bytes(whole)
+    assert texts_of(read(path)) == TEXTS
+    seams = {0, len(compress(jsonl(TEXTS[:200])))}
+    for cut in {1, 2, 9, len(whole) // 4, len(whole) // 2, *seams, len(whole) - 9, len(whole) - 1} - {0}:
+        path.write_bytes(whole[:cut])
+        items = read(path)
+        kept = texts_of(items)
+        assert kept == TEXTS[: len(kept)]
+        assert [item.reason for item in items if isinstance(item, Problem)] == ([] if cut in seams else [DAMAGED])
+
+
+@pytest.mark.parametrize(("kind", "compress"), [("gz", gzip.compress), ("zst", zstandard.compress)])
+def test_a_compressed_file_with_a_wrong_byte_never_raises(tmp_path, kind, compress):
+    whole = bytearray(compress(jsonl(TEXTS)))
+    path = tmp_path / f"rows.jsonl.{kind}"
+    for place in range(0, len(whole), 7):
+        whole[place] ^= 0x55
+        path.write_bytes(whole)
+        for item in read(path):
+            assert isinstance(item, (Document, Problem))
+        whole[place] ^= 0x55
+
+
+@pytest.mark.parametrize("suffix", ["txt", "txt.gz", "txt.zst", "jsonl", "jsonl.zst"])
+def test_what_is_too_large_is_dropped_before_it_fills_the_memory(tmp_path, suffix):
+    data = jsonl(["x" * 5000, "small"])
+    compress = {"gz": gzip.compress, "zst": zstandard.compress}.get(suffix.split(".")[-1], bytes)
+    (tmp_path / f"big.{suffix}").write_bytes(compress(data))
+    items = read(tmp_path / f"big.{suffix}", largest_bytes=2000)
+    assert [item.reason for item in items if isinstance(item, Problem)] == [TOO_LARGE]
+    assert texts_of(items) == (["small"] if "jsonl" in suffix else [])
+
+
+def test_a_bomb_costs_no_memory(tmp_path):
+    import tracemalloc
+
+    compressor = zstandard.ZstdCompressor(level=19).compressobj()
+    bomb = b"".join(compressor.compress(bytes(2**20)) for _ in range(200)) + compressor.flush()
+    (tmp_path / "bomb.txt.zst").write_bytes(bomb)
+    tracemalloc.start()
+    items = read(tmp_path / "bomb.txt.zst", largest_bytes=2**20)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [item.reason for item in items] == [TOO_LARGE]
+    assert len(bomb) < 2**17
+    assert peak_bytes < 80 * 2**20
+
+
+def test_windows_files_lose_their_mark_and_foreign_encodings_are_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello\r\n")
+    (tmp_path / "b.txt").write_bytes("hello".encode("utf-16"))
+    items = read(tmp_path)
+    assert texts_of(items) == ["hello"]
+    assert [item.reason for item in items[1:]] == [NOT_UTF8]
+
+
+def test_without_inputs_the_standard_library_is_read():
+    units = find_units([], Counter())
+    assert 2e6 < sum(unit.size for unit in units) < 1e8
+    assert [unit.path for unit in units] == list(dict.fromkeys(unit.path for unit in units))
+    assert not any("/site-packages/" in unit.path or "/test/" in unit.path for unit in units)
+
+
+def test_a_circle_of_links_ends(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "up").symlink_to(tmp_path)
+    (tmp_path / "folder" / "a.txt").write_text("a")
+    skipped = Counter()
+    assert len(find_units([tmp_path], skipped)) == 1
+    assert sum(skipped.values()) == 1
+    (tmp_path / "folder" / "a.txt").unlink()
+    with pytest.raises(DataError, match="nothing to read"):
+        find_units([tmp_path], Counter())

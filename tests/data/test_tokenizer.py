@@ -1,0 +1,101 @@
+"""The tokenizer loses nothing, counts its bytes, and refuses what would."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hpcllm.data import tokenizer as bpe
+from hpcllm.errors import DataError
+
+TEXTS = [f"some words {i % 7} and naïve Ünïcode {i}\n" for i in range(200)]
+ENCODER = bpe.Encoder(bpe.train(TEXTS, 350))
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+@example("<|end_of_text|>")
+@example("a<|end_of_text|>b <|end_of_text|>")
+@example("")
+def test_any_text_comes_back_and_its_bytes_add_up(text):
+    (ids,) = ENCODER.encode([text])
+    assert ids[-1] == ENCODER.end_of_text
+    assert ENCODER.end_of_text not in ids[:-1]
+    assert ENCODER.decode(ids) == text.encode()
+    assert int(ENCODER.token_bytes[ids].sum()) == len(text.encode())
+
+
+@pytest.mark.parametrize("text", ["x\n" + "é" * 2**20, "word\n" * 220_000])
+def test_long_text_in_pieces_comes_back(text):
+    assert ENCODER.decode(ENCODER.encode([text])[0]) == text.encode()
+
+
+def test_training_gives_the_same_bits_in_any_order():
+    shuffled = random.Random(1).sample(TEXTS, len(TEXTS))
+    assert bpe.train(shuffled, 350) == ENCODER.tokenizer_json == bpe.train(TEXTS, 350)
+
+
+@pytest.mark.parametrize("vocabulary", [257, 300])
+def test_the_vocabulary_is_at_most_what_was_asked(vocabulary):
+    assert bpe.Encoder(bpe.train(TEXTS, vocabulary)).vocabulary == vocabulary
+    assert bpe.Encoder(bpe.train([], vocabulary)).vocabulary == 257
+
+
+def test_a_tokenizer_without_end_of_text_gets_one(tmp_path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    plain.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=plain.pre_tokenizer.alphabet())
+    )
+    plain.enable_truncation(5)
+    plain.enable_padding(length=100)
+    plain.save(str(tmp_path / "plain.json"))
+    encoder = bpe.Encoder(bpe.load(tmp_path / "plain.json"))
+    assert encoder.vocabulary == plain.get_vocab_size() + 1
+    assert encoder.end_of_text == plain.get_vocab_size()
+    assert encoder.decode(encoder.encode(TEXTS)[0]) == TEXTS[0].encode()
+
+
+@pytest.mark.parametrize("kind", ["prefix space", "words", "metaspace", "lower case"])
+def test_what_is_not_lossless_is_refused(tmp_path, kind):
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE(unk_token=None))
+    made.pre_tokenizer = {
+        "prefix space": pre_tokenizers.ByteLevel(add_prefix_space=True),
+        "words": pre_tokenizers.Whitespace(),
+        "metaspace": pre_tokenizers.Metaspace(),
+        "lower case": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    }[kind]
+    if kind == "lower case":
+        made.normalizer = normalizers.Lowercase()
+    made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=bpe_alphabet()))
+    made.save(str(tmp_path / "made.json"))
+    with pytest.raises(DataError, match="not byte-level"):
+        bpe.load(tmp_path / "made.json")
+
+
+def test_an_ordinary_token_is_no_end_of_text(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    plain.train_from_iterator(["</s>"] * 9, trainers.BpeTrainer(vocab_size=300, initial_alphabet=bpe_alphabet()))
+    assert plain.token_to_id("</s>") is not None
+    plain.save(str(tmp_path / "plain.json"))
+    encoder = bpe.Encoder(bpe.load(tmp_path / "plain.json"))
+    (ids,) = encoder.encode(["</s>"])
+    assert ids.tolist() == [plain.token_to_id("</s>"), encoder.end_of_text]
+    assert encoder.decode(ids) == b"</s>"
+
+
+def bpe_alphabet():
+    from tokenizers import pre_tokenizers
+
+    return pre_tokenizers.ByteLevel.alphabet()
