@@ -25,7 +25,8 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum over all tokens of -log softmax(logits)[target], in nats; computed in float32 whatever the logits are.
 
     logits: (batch, sequence, vocabulary) float; targets: (batch, sequence) int64, where IGNORED does not count. Returns
-    a float32 scalar, through which one can go backward once: a second time raises PyTorch's RuntimeError about an in-place operation.
+    a float32 scalar, through which one can go backward once: a second time raises PyTorch's RuntimeError about an
+    in-place operation.
     """
     loss: Tensor = _CrossEntropySum.apply(logits.float(), targets)  # type: ignore[no-untyped-call]
     return loss

@@ -30,9 +30,10 @@ def generate(
 ) -> Iterator[int]:
     """Yield up to new_tokens tokens that continue the prompt; ends before `stop` would be yielded.
 
-    decoder: a whole model, with both ends. temperature 0 takes the likeliest token; top_k 0 draws from the whole
-    vocabulary, of which `vocabulary` ids stand for text (default: all). Same generator state: same tokens. Raises DataError for an empty prompt or a token outside the
-    vocabulary, ConfigError for a setting out of range, both before the first token.
+    decoder: a whole model, with both ends. temperature 0 takes the likeliest token; top_k 0 draws from all ids that
+    stand for text: the first `vocabulary` (default: the model's). Same generator state: same tokens. Raises DataError
+    for an empty prompt or a token outside the vocabulary, ConfigError for a setting out of range, both before the
+    first token.
     """
     vocabulary = min(vocabulary or decoder.model.vocabulary, decoder.model.vocabulary)
     if not prompt_tokens:

@@ -2,8 +2,8 @@
 
     tokens --> F m --> SEND_F m --> ... --> last stage: F m is the loss --> B m --> SEND_B m --> ... --> B m on stage 0
 
-What a stage keeps between F m and B m is one pair (input, output); it is freed by B m, or at once without gradients. Which rank is first or last
-stands in the schedule's messages and in what the stage computes, not in branches of the loop.
+What a stage keeps between F m and B m is one pair (input, output); it is freed by B m, or at once in validation. Which
+rank is first or last stands in the schedule's messages and in what the stage computes, not in branches of the loop.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Engine:
     ) -> float:
         """Run a schedule over inputs and targets (microbatches, size, sequence) int64. Raises StallError.
 
-        Gradients of `scale` times the summed loss are added to the parameters' .grad; targets of loss.IGNORED do not count.
-        before_backward(m) is called before the backward pass of microbatch m. Returns the summed loss; 0 on all but
-        the last stage.
+        Gradients of `scale` times the summed loss are added to the parameters' .grad; a target of loss.IGNORED does
+        not count. before_backward(m) is called before the backward pass of microbatch m. Returns the summed loss; 0 on
+        all but the last stage.
         """
         self._loss.zero_()
         for action in actions:
