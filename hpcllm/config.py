@@ -34,23 +34,23 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One decoder with the choices of GPT-2 and Llama; see presets/ for named shapes."""
+    """One decoder with the choices of GPT-2 and Llama; see presets/ for named shapes. The defaults are `tiny`."""
 
     preset: str = "tiny"
     layers: int = 4
     hidden: int = 128
     heads: int = 4
     kv_heads: int = 0  # 0: as many as heads; fewer is grouped-query attention
-    ffn: int = 512
+    ffn: int = 352
     vocabulary: int = 0  # 0: that of the token store
     max_sequence: int = 256  # rows of the learned position table; the longest sequence
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
     norm_epsilon: float = 1e-5
-    positions: Literal["learned", "rotary"] = "learned"
+    positions: Literal["learned", "rotary"] = "rotary"
     rope_theta: float = 10000.0
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "swiglu"
     tied: bool = True  # the output layer uses the embedding's weight
-    biases: bool = True
+    biases: bool = False
 
     @property
     def head_dim(self) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,7 @@ class Summary:
         if self.checkpoint:
             path = shlex.quote(str(self.checkpoint))
             rows.append(("checkpoint", str(self.checkpoint)))
-            rows.append(("generate", f"python -m hpcllm generate {path} --prompt 'def main('"))
+            rows.append(("generate", f"{_python()} -m hpcllm generate {path} --prompt 'def main('"))
         return rows
 
     def as_dict(self) -> dict[str, Any]:
@@ -78,3 +80,9 @@ class Summary:
             ("held-out loss", f"{self.validation.loss:.4f}, {self.validation.samples} samples"),
             ("bits per byte", f"{self.validation.bits_per_byte:.3f} on held-out text{zstd}"),
         ]
+
+
+def _python() -> str:
+    """How a shell in this folder starts the interpreter that runs us, with no environment activated."""
+    near = os.path.relpath(sys.executable)
+    return shlex.quote(sys.executable if near.startswith("..") else near)

@@ -11,25 +11,17 @@ from hpcllm.config import ModelConfig
 from hpcllm.model.initialisation import allocate
 from hpcllm.model.loss import cross_entropy_sum
 from hpcllm.model.shapes import parameter_shapes
+from tests.model import variants as wiring
 from tests.model.variants import random_tokens, whole
 
 SHAPE = {"layers": 3, "hidden": 48, "heads": 6, "ffn": 80, "vocabulary": 97, "max_sequence": 32}
 GPT2 = [
-    ModelConfig(**SHAPE, activation=activation, tied=tied)
+    ModelConfig(**SHAPE, **(wiring.GPT2 | {"activation": activation}), tied=tied)
     for activation in ("gelu_tanh", "gelu")
     for tied in (True, False)
 ]
 LLAMA = [
-    ModelConfig(
-        **SHAPE,
-        kv_heads=kv_heads,
-        norm="rmsnorm",
-        positions="rotary",
-        activation="swiglu",
-        biases=False,
-        tied=tied,
-        rope_theta=theta,
-    )
+    ModelConfig(**SHAPE, **wiring.LLAMA, kv_heads=kv_heads, tied=tied, rope_theta=theta)
     for kv_heads, theta in ((0, 1e4), (2, 5e5), (1, 1e4))
     for tied in (True, False)
 ]

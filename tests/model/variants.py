@@ -8,15 +8,17 @@ from hpcllm.config import ModelConfig
 from hpcllm.model.shapes import StageSpan
 
 SMALL = {"layers": 4, "hidden": 24, "heads": 6, "ffn": 40, "vocabulary": 61, "max_sequence": 17}
+GPT2 = {"norm": "layernorm", "positions": "learned", "activation": "gelu_tanh", "biases": True}
+LLAMA = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "biases": False}
 
 VARIANTS = {
-    "gpt2": ModelConfig(**SMALL),
-    "llama": ModelConfig(**SMALL, norm="rmsnorm", positions="rotary", activation="swiglu", tied=False, biases=False),
-    "grouped, tied": ModelConfig(
-        **SMALL, kv_heads=2, norm="rmsnorm", positions="rotary", activation="swiglu", biases=False
+    "gpt2": ModelConfig(**SMALL, **GPT2),
+    "llama": ModelConfig(**SMALL, **LLAMA, tied=False),
+    "grouped, tied": ModelConfig(**SMALL, **LLAMA, kv_heads=2),
+    "one key head, exact gelu": ModelConfig(
+        **SMALL, **(GPT2 | {"positions": "rotary", "activation": "gelu"}), kv_heads=1, tied=False
     ),
-    "one key head, exact gelu": ModelConfig(**SMALL, kv_heads=1, positions="rotary", activation="gelu", tied=False),
-    "gated with biases": ModelConfig(**SMALL, kv_heads=3, norm="rmsnorm", activation="swiglu"),
+    "gated with biases": ModelConfig(**SMALL, **(GPT2 | {"norm": "rmsnorm", "activation": "swiglu"}), kv_heads=3),
 }
 
 

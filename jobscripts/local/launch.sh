@@ -1,0 +1,66 @@
+# shellcheck shell=bash
+# hpcllm_mpirun N COMMAND...: start N ranks on this machine, more than it has cores if need be. Sourced by setup.sh.
+#
+#     SIGTERM, SIGUSR1, Ctrl-C -> this shell or mpirun itself -> every rank once -> exit code of the ranks
+#
+# The numbers behind each choice are in perf/mpi_on_two_cores.md.
+
+hpcllm_cores() { # nproc sees what this process may use, but also obeys OMP_NUM_THREADS
+    env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || getconf _NPROCESSORS_ONLN
+}
+
+hpcllm_room() { # warn of a /dev/shm too small for N ranks with MIB each, as in many containers (64 MiB)
+    local free_kib
+    free_kib=$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 { print $4 }')
+    if [ -n "$free_kib" ] && [ "$free_kib" -lt $(($1 * $2 * 1024)) ]; then
+        hpcllm_say "warning: /dev/shm has $((free_kib / 1024)) MiB free, $1 ranks want $(($1 * $2)) MiB;" \
+            "a container takes --shm-size=1g, or remove what killed runs left: /dev/shm/mpich_shm_* and sm_segment.*"
+    fi
+}
+
+hpcllm_mpirun() { # does not return
+    local ranks=$1 cores
+    shift
+    cores=$(hpcllm_cores)
+    # Ranks share the cores. With the default, each rank would start as many threads as there are cores.
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
+    # Both keep sockets under TMPDIR, whose whole path may have about 100 characters.
+    if [ "$(printf %s "${TMPDIR:-}" | wc -c)" -gt 50 ]; then export TMPDIR=/tmp; fi
+    case $(mpirun --version 2>&1) in
+        *"Open MPI"* | *OpenRTE* | *PRRTE* | *prte*) hpcllm_openmpi "$ranks" "$@" ;;
+        *) hpcllm_mpich "$ranks" "$@" ;;
+    esac
+}
+
+hpcllm_mpich() {
+    hpcllm_room "$1" 2
+    # All ranks are on this machine, so nobody needs to listen outside the loopback (no firewall in the way).
+    if [ -d /sys/class/net/lo ]; then export UCX_NET_DEVICES=${UCX_NET_DEVICES:-lo}; fi
+    exec mpirun -n "$@"
+}
+
+hpcllm_openmpi() {
+    hpcllm_room "$1" 17
+    # Open MPI refuses root unless told twice. In a container one is root.
+    if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
+    # Shared memory and nothing else: nobody listens outside this machine.
+    export OMPI_MCA_pml=${OMPI_MCA_pml:-ob1} OMPI_MCA_btl=${OMPI_MCA_btl:-self,sm}
+    # A rank that waits inside MPI gives its core away. By itself Open MPI does so only with more ranks than cores, yet
+    # cores are shared with other programs too.
+    export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
+    # The UCX module for windows is not usable here and says so on every window.
+    export OMPI_MCA_osc=${OMPI_MCA_osc:-^ucx}
+    local signalled="" code
+    set -m # a process group of its own: a signal to all of ours (timeout, scancel) shall reach mpirun through us alone
+    mpirun --map-by :OVERSUBSCRIBE --bind-to none -n "$@" </dev/null &
+    set +m
+    # On SIGTERM mpirun gives its ranks 0.5 s, too short for a checkpoint. SIGUSR1 it hands on and then waits.
+    trap 'signalled=1; kill -USR1 $!' TERM USR1
+    trap 'signalled=1; kill -INT $!' INT
+    wait $! && code=0 || code=$?
+    while [ -n "$signalled" ]; do # the signal ended the wait, not mpirun
+        signalled=""
+        wait $! && code=0 || code=$?
+    done
+    exit "$code"
+}
