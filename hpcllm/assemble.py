@@ -133,7 +133,7 @@ def assemble(config: Config, comm: MPI.Intracomm) -> Iterator[Parts]:
 
 def _build(config: Config, mesh: Mesh, store: TokenStore, peak_tflops: float | None) -> Parts:
     data, limit_s = config.data, config.limits.stall_s
-    decoder = build(config.model, split_layers(config.model.layers, mesh.pp.size)[mesh.pp.rank], config.run.seed)
+    decoder = build(config.model, split_layers(config.model, mesh.pp.size)[mesh.pp.rank], config.run.seed)
     parameters = dict(decoder.named_parameters())
     size = data.global_batch // mesh.dp.size // config.pipeline.microbatches
     link = Link(mesh, (size, data.sequence_length, config.model.hidden), Waits(limit_s))

@@ -51,6 +51,6 @@ def _as_text(tokens: Iterator[int], tokenizer: Encoder) -> Iterator[str]:
 def load_decoder(checkpoint: Checkpoint) -> Decoder:
     """The whole model of a checkpoint. Raises CheckpointError."""
     model = from_tables(facts(checkpoint).config).model
-    decoder = allocate(model, split_layers(model.layers, 1)[0])
+    decoder = allocate(model, split_layers(model, 1)[0])
     restore(checkpoint, parameter_shapes(model), dict(decoder.named_parameters()), {}, {})
     return decoder

@@ -10,6 +10,7 @@ A name carries no rank and a shape is global, so any layout can read what any ot
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -28,15 +29,33 @@ class StageSpan:
     has_head: bool
 
 
-def split_layers(layers: int, stages: int) -> list[StageSpan]:
-    """Cut `layers` blocks into contiguous spans, the smaller ones last: the last stage computes the head as well."""
-    share, extra = divmod(layers, stages)
-    spans, start = [], 0
-    for stage in range(stages):
-        end = start + share + (stage < extra)
-        spans.append(StageSpan(start, end, stage == 0, stage == stages - 1))
-        start = end
-    return spans
+def split_layers(model: ModelConfig, stages: int) -> list[StageSpan]:
+    """Cut the blocks into contiguous spans, one at least for each of 1 <= stages <= layers, by what they cost.
+
+    The head is part of the last stage and costs as much as so many blocks; the slowest stage is made as fast as can be.
+    Looking up embeddings costs nothing in comparison.
+    """
+    if stages == 1:
+        return [StageSpan(0, model.layers, True, True)]
+    head = head_in_blocks(model)
+
+    def slowest(last: int) -> float:
+        return max(math.ceil((model.layers - last) / (stages - 1)), last + head)
+
+    last = min(range(1, model.layers - stages + 2), key=slowest)
+    share, extra = divmod(model.layers - last, stages - 1)
+    sizes = [share + (stage < extra) for stage in range(stages - 1)] + [last]
+    ends = list(itertools.accumulate(sizes))
+    return [
+        StageSpan(end - size, end, stage == 0, stage == stages - 1)
+        for stage, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    ]
+
+
+def head_in_blocks(model: ModelConfig) -> float:
+    """FLOPs of the output layer over FLOPs of one block, at the longest sequence."""
+    block = sum(math.prod(shape) for shape in _block(model).values() if len(shape) == 2)
+    return 6.0 * model.vocabulary * model.hidden / (6.0 * block + 12.0 * model.hidden * model.max_sequence)
 
 
 def parameter_shapes(model: ModelConfig, span: StageSpan | None = None) -> dict[str, Shape]:

@@ -51,7 +51,7 @@ def test_numbers_are_standard_normal():
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_a_stage_holds_the_bits_of_the_whole_model(model, stages):
     one = dict(build(model, whole(model), seed=5).named_parameters())
-    for span in split_layers(model.layers, stages):
+    for span in split_layers(model, stages):
         for name, weight in build(model, span, seed=5).named_parameters():
             assert torch.equal(weight, one[name]), name
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from hpcllm.model.loss import cross_entropy_sum
+from hpcllm.model.loss import IGNORED, cross_entropy_sum
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2), (2, 3, 5), (4, 7, 33)])
@@ -58,3 +58,20 @@ def test_batches_add_up():
     logits, targets = torch.randn(6, 5, 9, generator=generator), torch.randint(9, (6, 5), generator=generator)
     parts = sum(cross_entropy_sum(logits[i : i + 2], targets[i : i + 2]) for i in (0, 2, 4))
     torch.testing.assert_close(parts, cross_entropy_sum(logits, targets), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 5, 17)])
+def test_a_target_that_does_not_count_is_as_if_it_were_not_there(shape, share):
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(shape, generator=generator, requires_grad=True)
+    targets = torch.randint(shape[-1], shape[:2], generator=generator)
+    counted = torch.rand(shape[:2], generator=generator) >= share
+    alone = logits.detach()[counted].unsqueeze(0).requires_grad_()
+    want = cross_entropy_sum(alone, targets[counted].unsqueeze(0))
+    found = cross_entropy_sum(logits, targets.masked_fill(~counted, IGNORED))
+    torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
+    (3 * want).backward()
+    (3 * found).backward()
+    torch.testing.assert_close(logits.grad[counted], alone.grad[0], rtol=1e-6, atol=1e-7)
+    assert torch.all(logits.grad[~counted] == 0)

@@ -29,7 +29,7 @@ def stirred(decoder: Decoder) -> Decoder:
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_parameters_are_those_of_the_table_in_its_order(model, stages):
-    for span in split_layers(model.layers, stages):
+    for span in split_layers(model, stages):
         for decoder in Decoder(model, span), allocate(model, span):
             found = [(name, tuple(weight.shape)) for name, weight in decoder.named_parameters()]
             assert found == list(parameter_shapes(model, span).items())
@@ -43,7 +43,7 @@ def test_spans_in_sequence_are_the_whole_model_bit_for_bit(model, stages):
     one = stirred(build(model, whole(model), seed=3))
     cross_entropy_sum(logits := one(tokens), targets).backward()
 
-    parts = [stirred(build(model, span, seed=3)) for span in split_layers(model.layers, stages)]
+    parts = [stirred(build(model, span, seed=3)) for span in split_layers(model, stages)]
     x = tokens
     for part in parts:
         x = part(x)

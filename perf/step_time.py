@@ -1,0 +1,134 @@
+"""Step time of the `tiny` run on one rank, dp=2 and pp=2, beside a plain PyTorch loop: same model, data and batch.
+
+    python perf/step_time.py STORE [--repeats 5] [--steps 30]        inside an environment with an mpirun
+
+The variants take turns, `repeats` times over, each in a process (or two) of its own; a variant's figure is the median
+of all its steps but the first five of each turn. Ratios are to the plain loop with one thread, so 0.5 is the ideal of
+two ranks. Writes step_time.json and step_time.md beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+RUN_FILE = HERE.parent / "jobscripts" / "local" / "tiny.toml"
+WARM_UP_STEPS = 5
+VARIANTS = {  # name -> (ranks, threads a rank, overrides); None: the plain loop
+    "plain PyTorch loop, 1 thread": (1, 1, None),
+    "one rank, 1 thread": (1, 1, ["mesh.pp=1", "pipeline.microbatches=1"]),
+    "dp=2, 1 thread a rank": (2, 1, ["mesh.pp=1", "pipeline.microbatches=1"]),
+    "pp=2, 4 microbatches": (2, 1, ["mesh.pp=2", "pipeline.microbatches=4"]),
+    "pp=2, 8 microbatches": (2, 1, ["mesh.pp=2", "pipeline.microbatches=8"]),
+    "plain PyTorch loop, 2 threads": (1, 2, None),
+    "one rank, 2 threads": (1, 2, ["mesh.pp=1", "pipeline.microbatches=1"]),
+}
+
+
+def plain_loop(store_path: str, steps: int) -> list[float]:
+    """Seconds of each step of the loop that one would write without us."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from hpcllm import config as configs
+    from hpcllm.assemble import open_store
+    from hpcllm.data.sampler import Sampler, read_batch, sample_count
+    from hpcllm.model.initialisation import build
+    from hpcllm.model.shapes import split_layers
+
+    config, store = open_store(configs.load(RUN_FILE, [f"data.store={json.dumps(store_path)}"]), None)
+    data, optimizer = config.data, config.optimizer
+    tokens = store.tokens("train")
+    sampler = Sampler(sample_count(len(tokens), data.sequence_length), config.run.seed)
+    model = build(config.model, split_layers(config.model, 1)[0], config.run.seed)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=1e-3, betas=(optimizer.beta1, optimizer.beta2), fused=True)
+    seconds = []
+    for step in range(steps):
+        start = time.perf_counter()
+        batch = torch.from_numpy(
+            read_batch(tokens, sampler, data.sequence_length, step * data.global_batch, data.global_batch)
+        )
+        logits = model(batch[:, :-1])
+        loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        adamw.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.clip_norm)
+        adamw.step()
+        loss.item()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def our_loop(store: str, steps: int, ranks: int, overrides: list[str], environment: dict[str, str]) -> list[float]:
+    """Seconds of each step as the run's own log says."""
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [
+            *overrides,
+            f"run.folder={json.dumps(folder)}",
+            f"run.steps={steps}",
+            f"data.store={json.dumps(store)}",
+            "data.validation_sequences=32",
+            "log.every_steps=1",
+            "log.tensorboard=false",
+            "checkpoint.every_steps=0",
+        ]
+        command = [sys.executable, "-m", "hpcllm", "train", str(RUN_FILE), *(f"--set={o}" for o in overrides)]
+        launch = ["mpirun", "-n", str(ranks)] if ranks > 1 else []
+        subprocess.run([*launch, *command], check=True, env=environment, stdout=subprocess.DEVNULL)
+        lines = (Path(folder) / "tiny" / "log.jsonl").read_text().splitlines()
+    return [record["step_s"] for record in map(json.loads, lines) if "step_s" in record]
+
+
+def turn(name: str, store: str, steps: int) -> list[float]:
+    ranks, threads, overrides = VARIANTS[name]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    if overrides is not None:
+        return our_loop(store, steps, ranks, overrides, environment)
+    command = [sys.executable, __file__, store, "--plain", "--steps", str(steps)]
+    return json.loads(subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout)
+
+
+def table(results: dict[str, list[float]]) -> str:
+    medians = {name: statistics.median(seconds) for name, seconds in results.items()}
+    base = medians["plain PyTorch loop, 1 thread"]
+    rows = ["| variant | median step, s | fastest | slowest | ratio to plain, 1 thread |", "|---|---:|---:|---:|---:|"]
+    for name, seconds in results.items():
+        numbers = f"{medians[name]:.4f} | {min(seconds):.4f} | {max(seconds):.4f} | {medians[name] / base:.3f}"
+        rows.append(f"| {name} | {numbers} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.plain:
+        print(json.dumps(plain_loop(arguments.store, arguments.steps)))
+        return
+    results: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for repeat in range(arguments.repeats):
+        for name in VARIANTS:
+            print(f"turn {repeat + 1} of {arguments.repeats}: {name}", file=sys.stderr)
+            results[name] += turn(name, arguments.store, arguments.steps)[WARM_UP_STEPS:]
+    text = table(results)
+    (HERE / "step_time.json").write_text(json.dumps(results) + "\n")
+    (HERE / "step_time.md").write_text(f"Made by step_time.py, {os.cpu_count()} cores.\n\n{text}\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Gradient buckets: whatever their size, the sum of the replicas' gradients, the same bits on all, in one order."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+from hpcllm.codecs import RAW
+from hpcllm.collectives.worker import Worker
+from hpcllm.config import MeshConfig, ModelConfig
+from hpcllm.mesh import open_mesh
+from hpcllm.model.initialisation import build
+from hpcllm.model.loss import cross_entropy_sum
+from hpcllm.model.shapes import split_layers
+from hpcllm.optim.buckets import GradientBuckets, make_buckets
+from hpcllm.waiting import Waits
+
+MODEL = ModelConfig(layers=4, hidden=24, heads=3, ffn=40, vocabulary=61, max_sequence=12, tied=True)
+SIZES_BYTES = [1, 4096, 20_000, 1e9]  # a bucket a parameter, some parameters each, one bucket
+
+
+class Listed(Worker):
+    """A worker that only notes what it should do."""
+
+    def __init__(self) -> None:
+        super().__init__(threaded=False)
+        self.jobs: list[partial] = []
+
+    def submit(self, job) -> None:
+        self.jobs.append(job)
+
+
+def decoder():
+    return build(MODEL, split_layers(MODEL, 1)[0], seed=3)
+
+
+def buckets_of(model, mesh, bucket_bytes: float, algorithm: str = "ring") -> GradientBuckets:
+    shared = "embedding.weight" if mesh.ends.size > 1 else None
+    return make_buckets(dict(model.named_parameters()), shared, bucket_bytes, mesh, RAW, algorithm, Waits(60.0))
+
+
+def loss_of(model, replica: int, microbatch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * replica + microbatch)
+    tokens = torch.randint(MODEL.vocabulary, (2, 10), generator=generator)
+    return cross_entropy_sum(model(tokens[:, :-1]), tokens[:, 1:].contiguous()) / 18
+
+
+def one_step(model, buckets: GradientBuckets, replica: int, microbatches: int = 2) -> None:
+    buckets.zero()
+    for m in range(microbatches):
+        if m == microbatches - 1:
+            buckets.arm()
+        loss_of(model, replica, m).backward()
+    buckets.finish()
+
+
+def in_one_process(replicas: int, microbatches: int = 2) -> dict[str, torch.Tensor]:
+    model = decoder()
+    for replica in range(replicas):
+        for m in range(microbatches):
+            loss_of(model, replica, m).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parametrize("bucket_bytes", SIZES_BYTES)
+@pytest.mark.parametrize("algorithm", ["ring", "native"])
+def test_sums_are_those_of_one_process_and_the_same_bits_on_every_replica(comm, bucket_bytes, algorithm):
+    want = in_one_process(comm.size)
+    with open_mesh(comm, MeshConfig()) as mesh:
+        model = decoder()
+        buckets = buckets_of(model, mesh, bucket_bytes, algorithm)
+        for _ in range(2):  # a second step sums its own gradients only
+            one_step(model, buckets, comm.rank)
+            whole = torch.linalg.vector_norm(torch.cat([g.flatten() for g in want.values()]))
+            for name, p in model.named_parameters():
+                error = torch.linalg.vector_norm(p.grad - want[name])
+                assert error <= 1e-6 * max(torch.linalg.vector_norm(want[name]), 0.1 * whole), name
+            copies = comm.allgather(b"".join(bucket.gradients.numpy().tobytes() for bucket in buckets.buckets))
+            assert all(copy == copies[0] for copy in copies)
+        if algorithm == "ring":  # each value crosses every link but one, in each half, in both steps
+            values = sum(p.numel() for p in model.parameters())
+            assert comm.allreduce(buckets.sent_bytes) == 2 * 2 * (comm.size - 1) * 4 * values
+        buckets.worker.close()
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_a_shared_embedding_gets_the_sum_of_both_ends(comm):
+    """Stage s brings the constant 10^s on every parameter; only the shared embedding crosses stages."""
+    with open_mesh(comm, MeshConfig(pp=comm.size)) as mesh:
+        stage = build(MODEL, split_layers(MODEL, mesh.pp.size)[mesh.pp.rank], seed=3)
+        buckets = buckets_of(stage, mesh, 4096)
+        buckets.zero()
+        buckets.arm()
+        sum(p.sum() for p in stage.parameters()).mul(10.0**mesh.pp.rank).backward()
+        buckets.finish()
+        last = mesh.pp.size - 1
+        for name, p in stage.named_parameters():
+            shared = name == "embedding.weight" and last > 0
+            assert torch.all(p.grad == (1 + 10.0**last if shared else 10.0**mesh.pp.rank)), name
+        everything = sum(p.grad.double().square().sum().item() for p in stage.parameters())
+        embedding = (1 + 10.0**last) ** 2 * MODEL.vocabulary * MODEL.hidden
+        assert buckets.squared_norm(owns_shared=True) == pytest.approx(everything, rel=1e-5)
+        not_owned = embedding if last and mesh.pp.rank in (0, last) else 0
+        assert buckets.squared_norm(owns_shared=False) == pytest.approx(everything - not_owned, rel=1e-4)
+        buckets.worker.close()
+
+
+@pytest.mark.parametrize("bucket_bytes", SIZES_BYTES)
+def test_every_parameter_is_in_one_bucket_last_one_first_and_its_gradient_is_a_view(bucket_bytes):
+    with open_mesh(MPI.COMM_SELF, MeshConfig()) as mesh:
+        model = decoder()
+        buckets = buckets_of(model, mesh, bucket_bytes).buckets
+    parameters = dict(model.named_parameters())
+    assert [name for bucket in buckets for name in bucket.names] == list(reversed(parameters))
+    for bucket in buckets:
+        bucket.gradients.copy_(torch.arange(bucket.gradients.numel()))
+        assert torch.equal(torch.cat([parameters[name].grad.flatten() for name in bucket.names]), bucket.gradients)
+        full_without_the_last = 4 * sum(parameters[name].numel() for name in bucket.names[:-1])
+        assert full_without_the_last < bucket_bytes
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.randoms(use_true_random=False), st.sampled_from(SIZES_BYTES))
+def test_buckets_are_submitted_in_one_order_whatever_order_gradients_come_in(chance: random.Random, bucket_bytes):
+    with open_mesh(MPI.COMM_SELF, MeshConfig()) as mesh:
+        buckets = buckets_of(decoder(), mesh, bucket_bytes)
+    buckets.worker = Listed()
+    coming = [index for index, bucket in enumerate(buckets.buckets) for _ in bucket.names]
+    chance.shuffle(coming)
+    buckets.ready(0)  # before arming, a gradient is not the last
+    buckets.arm()
+    for index in coming:
+        buckets.ready(index)
+    assert [job.args[0] for job in buckets.worker.jobs] == buckets.buckets
+
+
+def test_a_parameter_without_gradient_is_our_own_mistake():
+    with open_mesh(MPI.COMM_SELF, MeshConfig()) as mesh:
+        model = decoder()
+        buckets = buckets_of(model, mesh, 4096)
+        buckets.worker = Listed()
+        buckets.arm()
+        model.hidden_states(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()  # the final norm is not used
+        with pytest.raises(AssertionError, match="no gradient"):
+            buckets.finish()
+
+
+@pytest.mark.parametrize("bucket_bytes", SIZES_BYTES)
+def test_scaling_scales_every_gradient_and_the_norm_with_it(bucket_bytes):
+    with open_mesh(MPI.COMM_SELF, MeshConfig()) as mesh:
+        model = decoder()
+        buckets = buckets_of(model, mesh, bucket_bytes)
+        one_step(model, buckets, 0)
+        buckets.worker.close()
+    before, squares = {name: p.grad.clone() for name, p in model.named_parameters()}, buckets.squared_norm(True)
+    assert squares == pytest.approx(sum(g.double().square().sum().item() for g in before.values()), rel=1e-5)
+    buckets.scale(0.5)
+    assert all(torch.equal(p.grad, 0.5 * before[name]) for name, p in model.named_parameters())
+    assert buckets.squared_norm(True) == pytest.approx(0.25 * squares, rel=1e-6)
