@@ -168,6 +168,8 @@ def _start_log(parts: Parts, step: int) -> Log:
         f"{config.pipeline.microbatches} microbatches (bubble {100 * idle:.0f} %), "
         f"{torch.get_num_threads()} threads a rank, {MPI.Get_library_version().split(chr(10))[0][:40].strip()}"
     )
+    if config.optimizer.warmup_steps >= config.run.steps:
+        log.say(f"note: the learning rate warms up for {config.optimizer.warmup_steps} steps, longer than the run")
     return log
 
 

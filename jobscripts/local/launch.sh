@@ -54,9 +54,10 @@ hpcllm_openmpi() {
     set -m # a process group of its own: a signal to all of ours (timeout, scancel) shall reach mpirun through us alone
     mpirun --map-by :OVERSUBSCRIBE --bind-to none -n "$@" </dev/null &
     set +m
-    # On SIGTERM mpirun gives its ranks 0.5 s, too short for a checkpoint. SIGUSR1 it hands on and then waits.
+    # On SIGTERM and SIGINT mpirun gives its ranks 0.5 s, too short for a checkpoint. SIGUSR1 it hands on, then waits.
     trap 'signalled=1; kill -USR1 $!' TERM USR1
-    trap 'signalled=1; kill -INT $!' INT
+    # a second Ctrl-C is meant
+    trap 'signalled=1; kill -USR1 $!; trap "signalled=1; kill -INT \$!" INT' INT
     wait $! && code=0 || code=$?
     while [ -n "$signalled" ]; do # the signal ended the wait, not mpirun
         signalled=""

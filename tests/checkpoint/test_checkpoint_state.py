@@ -31,7 +31,7 @@ def values(kind: str, name: str, dtype: torch.dtype = torch.float32) -> torch.Te
 
 
 def stage_shapes(stage: int, stages: int) -> dict[str, tuple[int, ...]]:
-    return parameter_shapes(MODEL, split_layers(MODEL.layers, stages)[stage])
+    return parameter_shapes(MODEL, split_layers(MODEL, stages)[stage])
 
 
 def state(stage: int, stages: int, dtype: torch.dtype) -> RunState:

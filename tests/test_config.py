@@ -1,0 +1,226 @@
+"""A run file means what it says, and nothing else is accepted."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+
+import pytest
+import tomli_w
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcllm import config
+from hpcllm.config import RULES, Config, ModelConfig, from_tables, parse, to_tables
+from hpcllm.errors import ConfigError
+
+SECTIONS = {f.name: f.default_factory for f in dataclasses.fields(Config)}
+KEYS = {f"{name}.{f.name}": f for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)}
+NUMBERS = [key for key, f in KEYS.items() if f.type in ("int", "float")]
+FLOATS = [key for key in NUMBERS if KEYS[key].type == "float"]
+
+words = st.text("abcXYZ äß字🚀_-", min_size=1, max_size=8)
+positive = st.floats(1e-9, 1e9)
+fractions = st.floats(0, 0.999)
+
+
+@st.composite
+def models(draw) -> dict:
+    kv_heads, group, half = (draw(st.integers(1, 4)) for _ in range(3))
+    heads = kv_heads * group
+    return {
+        "preset": draw(st.sampled_from(config.preset_names())),
+        "layers": draw(st.integers(1, 9)),
+        "heads": heads,
+        "kv_heads": draw(st.sampled_from([0, kv_heads])),
+        "hidden": heads * 2 * half,
+        "max_sequence": draw(st.integers(64, 4096)),
+        "norm": draw(st.sampled_from(["layernorm", "rmsnorm"])),
+        "positions": draw(st.sampled_from(["learned", "rotary"])),
+        "activation": draw(st.sampled_from(["gelu", "gelu_tanh", "swiglu"])),
+        "tied": draw(st.booleans()),
+        "rope_theta": draw(st.floats(1.5, 1e6)),
+    }
+
+
+@st.composite
+def valid_tables(draw) -> dict:
+    """Some keys of some tables, each with a valid value; the others are left out."""
+    model = draw(models())
+    full = {
+        "run": {"name": draw(words), "seed": draw(st.integers(0, 2**63 - 1)), "steps": draw(st.integers(1, 10**9))},
+        "data": {"store": draw(words), "sequence_length": draw(st.integers(1, 64)), "global_batch": 7},
+        "mesh": {
+            "dp": draw(st.integers(0, 99)),
+            "pp": draw(st.integers(1, model["layers"])),
+            "order": ",".join(draw(st.permutations(["dp", "pp", "tp"]))),
+        },
+        "pipeline": {"schedule": draw(st.sampled_from(["gpipe", "1f1b"])), "microbatches": draw(st.integers(1, 99))},
+        "optimizer": {"learning_rate": draw(positive), "beta1": draw(fractions), "final_fraction": draw(fractions)},
+        "communication": {"gradients": draw(st.sampled_from(["raw", "bf16"])), "bucket_mib": draw(positive)},
+        "checkpoint": {"every_steps": draw(st.integers(0, 99)), "keep": draw(st.integers(1, 9))},
+        "log": {"every_steps": draw(st.integers(1, 99)), "tensorboard": draw(st.booleans())},
+        "limits": {"stall_s": draw(positive)},
+    }
+    some = {name: {k: v for k, v in table.items() if draw(st.booleans())} for name, table in full.items()}
+    return {"model": model, "data": {"sequence_length": 64}} | some | {"mesh": full["mesh"], "data": full["data"]}
+
+
+@settings(deadline=None, max_examples=60)
+@given(valid_tables())
+def test_tables_and_toml_text_come_back_as_the_same_config(tables):
+    once = from_tables(tables)
+    assert from_tables(to_tables(once)) == once
+    assert parse(tomli_w.dumps(to_tables(once))) == once
+    for name, table in tables.items():
+        for key, value in table.items():
+            assert getattr(getattr(once, name), key) == value
+
+
+@settings(deadline=None, max_examples=60)
+@given(valid_tables())
+def test_overrides_mean_what_the_same_keys_in_the_file_mean(tables):
+    overrides = [
+        f"{name}.{tomli_w.dumps({key: value}).replace(' = ', '=', 1).strip()}"
+        for name, table in tables.items()
+        for key, value in table.items()
+    ]
+    assert parse("", overrides) == from_tables(tables)
+
+
+def test_every_default_keeps_its_own_rule():
+    for key, f in KEYS.items():
+        if key in RULES:
+            assert RULES[key][1](f.default), key
+    assert from_tables(to_tables(Config())) == Config()
+
+
+def test_every_rule_is_about_a_key_and_every_number_has_a_rule():
+    assert set(RULES) <= set(KEYS)
+    assert set(NUMBERS) <= set(RULES)
+
+
+@pytest.mark.parametrize("name", config.preset_names())
+def test_presets_load_and_are_the_shape_that_a_run_file_gets(name):
+    model = from_tables({"model": {"preset": name}}).model
+    assert dataclasses.asdict(model) == dataclasses.asdict(ModelConfig()) | config.preset(name) | {"preset": name}
+
+
+def test_a_key_in_the_file_wins_over_the_preset_and_set_wins_over_both():
+    text = '[model]\npreset = "gpt2-124m"\nlayers = 3\n'
+    assert parse(text).model.layers == 3
+    assert parse(text, ["model.layers=5", "model.layers=6"]).model.layers == 6
+    assert parse(text).model.hidden == parse("", ["model.preset=gpt2-124m"]).model.hidden == 768
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("run.name=first", "run.name", "first"),
+        ("run.name='with space'", "run.name", "with space"),
+        ("run.name=with space", "run.name", "with space"),
+        (' run.name ="2024"', "run.name", "2024"),
+        ("run.name=2024", "run.name", "2024"),
+        ("data.store=true", "data.store", "true"),
+        ("data.store=/a folder/b=c.h5", "data.store", "/a folder/b=c.h5"),
+        ("mesh.dp=4", "mesh.dp", 4),
+        ("optimizer.learning_rate=1e-3", "optimizer.learning_rate", 1e-3),
+        ("optimizer.weight_decay=0", "optimizer.weight_decay", 0.0),
+        ("log.tensorboard=false", "log.tensorboard", False),
+    ],
+)
+def test_words_of_the_command_line(override, key, value):
+    table, name = key.split(".")
+    found = getattr(getattr(parse("", [override]), table), name)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"modle": {}}, ["unknown table [modle]", "did you mean model?", "valid: "]),
+        ({"qqq": {}}, ["unknown table [qqq]", "valid: checkpoint, communication"]),
+        ({"mesh": {"ordr": 2}}, ["unknown key mesh.ordr", "did you mean order?", "dp, order, pp, tp"]),
+        ({"mesh": 3}, ["mesh = 3", "table"]),
+        ({"model": {"preset": "gpt2-124"}}, ["model.preset = 'gpt2-124'", "did you mean gpt2-124m?"]),
+        ({"model": {"preset": 3}}, ["model.preset = 3", "a string"]),
+        ({"run": {"steps": "10"}}, ["run.steps = '10'", "a whole number"]),
+        ({"run": {"steps": 10.0}}, ["run.steps = 10.0", "a whole number"]),
+        ({"run": {"steps": True}}, ["run.steps = True", "a whole number"]),
+        ({"optimizer": {"epsilon": True}}, ["optimizer.epsilon = True", "a number"]),
+        ({"run": {"name": 1}}, ["run.name = 1", "a string"]),
+        ({"log": {"tensorboard": 1}}, ["log.tensorboard = 1", "true or false"]),
+        ({"model": {"norm": "batchnorm"}}, ["model.norm = 'batchnorm'", "'layernorm', 'rmsnorm'"]),
+        ({"model": {"norm": ["rmsnorm"]}}, ["model.norm = ['rmsnorm']", "'layernorm'"]),
+        ({"run": {"name": "a/b"}}, ["run.name = 'a/b'", "without '/'"]),
+        ({"run": {"name": ""}}, ["run.name = ''"]),
+        ({"run": {"name": ".."}}, ["run.name = '..'"]),
+        ({"mesh": {"tp": 2}}, ["mesh.tp = 2", "not built yet"]),
+        ({"mesh": {"order": "dp,pp"}}, ["mesh.order = 'dp,pp'", "tp, dp and pp"]),
+        ({"model": {"hidden": 100, "heads": 3}}, ["hidden = 100", "heads = 3", "1, 2, 4, 5, 10, 20, 25"]),
+        ({"model": {"hidden": 12, "heads": 6, "kv_heads": 4}}, ["kv_heads = 4", "heads = 6", "1, 2, 3, 6"]),
+        ({"model": {"hidden": 9, "heads": 3, "kv_heads": 0, "positions": "rotary"}}, ["= 3 is odd", "even"]),
+        (
+            {"model": {"max_sequence": 256}, "data": {"sequence_length": 257}},
+            ["sequence_length = 257", "max_sequence = 256"],
+        ),
+        ({"model": {"layers": 4}, "mesh": {"pp": 5}}, ["pp = 5", "layers = 4", "1 to 4"]),
+        ({"communication": {"algorithm": "native", "gradients": "bf16"}}, ["gradients = 'bf16'", "'ring'"]),
+    ],
+)
+def test_a_wrong_file_is_refused_with_key_value_and_what_is_valid(tables, said):
+    with pytest.raises(ConfigError) as refused:
+        from_tables(tables)
+    assert refused.value.exit_code == 2
+    assert [part for part in said if part not in str(refused.value)] == []
+
+
+@pytest.mark.parametrize("key", FLOATS)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_numbers_that_are_none_are_refused_everywhere(key, value):
+    with pytest.raises(ConfigError, match=rf"{key} = {value} should be a finite number"):
+        parse("", [f"{key}={value}"])
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_no_number_may_be_negative(key):
+    with pytest.raises(ConfigError, match=rf"{key} = -1(\.0)? is out of range; valid: "):
+        parse("", [f"{key}=-1"])
+
+
+@pytest.mark.parametrize("override", ["mesh.dp", "mesh=4", "=4", "dp=4", "mesh.=4", ""])
+def test_an_override_that_is_none_is_refused_with_an_example(override):
+    with pytest.raises(ConfigError, match=r"should read table\.key=value, for example mesh\.dp=4"):
+        parse("", [override])
+
+
+@pytest.mark.parametrize("content", [b"[run\n", b"a = \n", b"\xff\xfe", None])
+def test_a_file_that_is_no_run_file_is_named(tmp_path, content):
+    path = tmp_path / "my run.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match="my run"):
+        config.load(path)
+
+
+@settings(deadline=None)
+@given(st.text("[]=.\"'#\n abz19-{},", max_size=40), st.lists(st.text("run.steps=[\"'1\n", max_size=20), max_size=2))
+def test_no_text_does_anything_but_load_or_be_refused(text, overrides):
+    with contextlib.suppress(ConfigError):
+        parse(text, overrides)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5000))
+def test_divisors_are_those_that_leave_nothing_a_dozen_at_most(n):
+    want = [d for d in range(1, n + 1) if math.gcd(d, n) == d]
+    found = config.divisors(n).split(", ")
+    assert found == [str(d) for d in want[:12]] + (["..."] if len(want) > 12 else [])
+
+
+def test_a_number_too_large_to_be_meant_is_refused_at_once():
+    for text in ("1" + "0" * 400, "9" * 5000):
+        with pytest.raises(ConfigError):
+            parse(f"[optimizer]\nlearning_rate = {text}\n")
+    assert config.divisors(10**18)
