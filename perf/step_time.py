@@ -1,10 +1,10 @@
-"""Step time of the `tiny` run on one rank, dp=2 and pp=2, beside a plain PyTorch loop: same model, data and batch.
+"""Step time of the `tiny` run in several layouts, beside a plain PyTorch loop: same model, data and batch.
 
-    python perf/step_time.py STORE [--repeats 5] [--steps 30]        inside an environment with an mpirun
+    [HPCLLM_MPI=openmpi] python perf/step_time.py STORE [--repeats 5] [--steps 30]
 
 The variants take turns, `repeats` times over, each in a process (or two) of its own; a variant's figure is the median
 of all its steps but the first five of each turn. Ratios are to the plain loop with one thread, so 0.5 is the ideal of
-two ranks. Writes step_time.json and step_time.md beside this file.
+two ranks on two cores. Writes step_time_<mpi>.json and .md beside this file.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 RUN_FILE = HERE.parent / "jobscripts" / "local" / "tiny.toml"
+LAUNCH = RUN_FILE.parent / "mpirun.sh"
 WARM_UP_STEPS = 5
 VARIANTS = {  # name -> (ranks, threads a rank, overrides); None: the plain loop
     "plain PyTorch loop, 1 thread": (1, 1, None),
@@ -28,6 +29,7 @@ VARIANTS = {  # name -> (ranks, threads a rank, overrides); None: the plain loop
     "dp=2, 1 thread a rank": (2, 1, ["mesh.pp=1", "pipeline.microbatches=1"]),
     "pp=2, 4 microbatches": (2, 1, ["mesh.pp=2", "pipeline.microbatches=4"]),
     "pp=2, 8 microbatches": (2, 1, ["mesh.pp=2", "pipeline.microbatches=8"]),
+    "dp=2 x pp=2, 4 ranks, 4 microbatches": (4, 1, ["mesh.pp=2", "pipeline.microbatches=4"]),
     "plain PyTorch loop, 2 threads": (1, 2, None),
     "one rank, 2 threads": (1, 2, ["mesh.pp=1", "pipeline.microbatches=1"]),
 }
@@ -83,9 +85,10 @@ def our_loop(store: str, steps: int, ranks: int, overrides: list[str], environme
             "log.tensorboard=false",
             "checkpoint.every_steps=0",
         ]
-        command = [sys.executable, "-m", "hpcllm", "train", str(RUN_FILE), *(f"--set={o}" for o in overrides)]
-        launch = ["mpirun", "-n", str(ranks)] if ranks > 1 else []
-        subprocess.run([*launch, *command], check=True, env=environment, stdout=subprocess.DEVNULL)
+        command = ["python", "-m", "hpcllm", "train", str(RUN_FILE), *(f"--set={o}" for o in overrides)]
+        subprocess.run(
+            ["bash", str(LAUNCH), str(ranks), *command], check=True, env=environment, stdout=subprocess.DEVNULL
+        )
         lines = (Path(folder) / "tiny" / "log.jsonl").read_text().splitlines()
     return [record["step_s"] for record in map(json.loads, lines) if "step_s" in record]
 
@@ -125,8 +128,9 @@ def main() -> None:
             print(f"turn {repeat + 1} of {arguments.repeats}: {name}", file=sys.stderr)
             results[name] += turn(name, arguments.store, arguments.steps)[WARM_UP_STEPS:]
     text = table(results)
-    (HERE / "step_time.json").write_text(json.dumps(results) + "\n")
-    (HERE / "step_time.md").write_text(f"Made by step_time.py, {os.cpu_count()} cores.\n\n{text}\n")
+    mpi = os.environ.get("HPCLLM_MPI", "mpich")
+    (HERE / f"step_time_{mpi}.json").write_text(json.dumps(results) + "\n")
+    (HERE / f"step_time_{mpi}.md").write_text(f"Made by step_time.py, {os.cpu_count()} cores, {mpi}.\n\n{text}\n")
     print(text)
 
 
