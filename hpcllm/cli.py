@@ -120,7 +120,10 @@ def train(arguments: argparse.Namespace) -> int:
         return 0
 
     with StopSignals() as signals:
-        return run_job(job)
+        code = run_job(job)
+        if signals.received:
+            signals.keep_out()
+        return code
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:

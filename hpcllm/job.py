@@ -39,6 +39,8 @@ def run_job(command: Callable[[MPI.Intracomm], int]) -> int:
         _abort(world, f"{type(error).__name__}: {error}", error.exit_code)
     except KeyboardInterrupt:
         _abort(world, "interrupted", 130)
+    except BrokenPipeError:
+        _abort(world, "nobody reads its standard output any more", 1)
     except BaseException:
         _abort(world, traceback.format_exc(), 1)
     return 1
@@ -56,10 +58,12 @@ def _all_arrive(world: MPI.Intracomm) -> bool:
 
 
 def _abort(world: MPI.Intracomm, message: str, code: int) -> None:
-    host = MPI.Get_processor_name()
-    print(f"hpcllm: rank {world.rank} of {world.size} on {host} ends the job: {message}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    world.Abort(code)
+    here = f"rank {world.rank} of {world.size} on {MPI.Get_processor_name()}"
+    try:
+        print(f"hpcllm: {here} ends the job: {message}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+    finally:  # a closed pipe or a full disk must not leave the other ranks waiting
+        world.Abort(code)
 
 
 @dataclass
@@ -77,6 +81,13 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def keep_out(self) -> None:
+        """Ignore the scheduler's signals from now on, also once closed: the process has heard them and is leaving.
+
+        A repeated one that came while MPI shuts down would turn a clean end into a failed job.
+        """
+        self._before |= {signal.SIGTERM: signal.SIG_IGN, signal.SIGUSR1: signal.SIG_IGN}
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from mpi4py import MPI
 
-from hpcllm.config import MeshConfig
+from hpcllm.config import MeshConfig, divisors
 from hpcllm.errors import MeshError
 
 AXES = ("dp", "pp", "tp")
@@ -44,7 +44,13 @@ class Mesh:
 def mesh_sizes(ranks: int, mesh: MeshConfig) -> dict[str, int]:
     """Axis -> size for that many ranks, dp = 0 filled in. Raises MeshError if the product is not the ranks."""
     rest = mesh.pp * mesh.tp
-    dp = mesh.dp or max(1, ranks // rest)
+    if not mesh.dp and ranks % rest:
+        raise MeshError(
+            f"mesh.pp * mesh.tp = {mesh.pp} * {mesh.tp} = {rest} does not divide the {ranks} "
+            f"rank{'s' if ranks != 1 else ''} of the job; start it with a multiple of {rest} (srun --ntasks={rest}, "
+            f"mpirun -n {rest}) or take another mesh.pp; valid with {ranks}: {divisors(ranks)}"
+        )
+    dp = mesh.dp or ranks // rest
     if dp * rest != ranks:
         need = dp * rest
         raise MeshError(

@@ -6,6 +6,7 @@ the file once.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import sys
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from hpcllm.config import Config
+from hpcllm.errors import HpcllmError
 from hpcllm.model.shapes import flops_per_token
 
 Record = dict[str, Any]
@@ -32,7 +34,7 @@ class Log:
     bar: Any
 
     def step(self, record: Record) -> None:
-        """Write one logged step everywhere."""
+        """Write one logged step everywhere. Raises HpcllmError where a file cannot be written."""
         self._write(record)
         if self.bar.disable:
             print(step_line(record, self.bar.total), flush=True)
@@ -54,18 +56,25 @@ class Log:
 
     def __exit__(self, *_: object) -> None:
         self.bar.close()
-        self.file.close()
-        if self.events:
-            self.events.close()
+        for part in (self.file, self.events):
+            with contextlib.suppress(OSError):  # each record was flushed; what failed then would only fail again
+                if part:
+                    part.close()
 
     def _write(self, record: Record) -> None:
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
-        if self.events:
-            for key, value in record.items():
-                if key != "step":
-                    self.events.add_scalar(key, value, record["step"])
-            self.events.flush()
+        try:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+            if self.events:
+                self._add_events(record)
+        except OSError as error:
+            raise HpcllmError(f"cannot write step {record['step']} to {self.file.name}: {error.strerror}") from error
+
+    def _add_events(self, record: Record) -> None:
+        for key, value in record.items():
+            if key != "step":
+                self.events.add_scalar(key, value, record["step"])
+        self.events.flush()
 
 
 @dataclass

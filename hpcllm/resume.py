@@ -1,13 +1,13 @@
 """The folder of a run: where it goes on, what it keeps.
 
 runs/NAME/run.toml                            the run file with every key written out
+          job.txt                             which job holds the folder, see claim.py
           log.jsonl                           one object a logged step; TensorBoard events beside it
           checkpoints/step_00001000.h5        any layout reads it
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from hpcllm.checkpoint.folder import keep_newest, newest_valid
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.restore import facts, restore, tokenizer_json
 from hpcllm.checkpoint.state import RunState, save
+from hpcllm.claim import Claim
 from hpcllm.config import Config, to_tables
-from hpcllm.errors import ConfigError
+from hpcllm.errors import ConfigError, HpcllmError
 from hpcllm.model.shapes import parameter_shapes
 from hpcllm.optim.adamw import moments, set_step
 from hpcllm.together import on_root
@@ -29,13 +30,12 @@ from hpcllm.together import on_root
 FIXED = ("run.seed", "data.sequence_length")
 
 
-def resume(parts: Parts, restart: bool) -> tuple[int, int, Path | None]:
-    """Make the run folder ready and load its newest sound checkpoint: step, position, its path.
+def resume(parts: Parts) -> tuple[int, int, Path | None]:
+    """Load the newest sound checkpoint of the run folder, if there is one: step, position, its path.
 
     Collective over the mesh. Raises ConfigError if the checkpoint is of another model, CheckpointError.
     """
     world, folder = parts.mesh.world, parts.run_folder
-    on_root(world, lambda: _prepare_folder(folder, restart))
     path, passed_over = newest_valid(folder / "checkpoints", world)
     if world.rank == 0 and passed_over:
         print("\n".join(passed_over), flush=True)
@@ -44,8 +44,12 @@ def resume(parts: Parts, restart: bool) -> tuple[int, int, Path | None]:
     return step, position, path
 
 
-def save_run(parts: Parts, step: int, position: int) -> Path:
-    """Write a checkpoint, then let the oldest go. Collective over the mesh. Raises CheckpointError."""
+def save_run(parts: Parts, claim: Claim, step: int, position: int) -> Path:
+    """Write a checkpoint, then let the oldest go. Collective over the mesh.
+
+    Raises CheckpointError, HpcllmError if the folder is another job's by now.
+    """
+    on_root(parts.mesh.world, claim.check)
     state = RunState(
         step=step,
         position=position,
@@ -93,17 +97,10 @@ def _flat(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
 
 
-def _prepare_folder(folder: Path, restart: bool) -> None:
-    """Make the run folder; on a restart the old one is renamed, never deleted. Raises ConfigError."""
-    try:
-        if restart and folder.exists():
-            folder.rename(folder.with_name(f"{folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}"))
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"the run folder {str(folder)!r} (run.folder / run.name) cannot be made: {error}") from error
-
-
 def _write_run_file(folder: Path, config: Config) -> None:
-    aside = folder / "run.toml.tmp"
-    aside.write_text(tomli_w.dumps(to_tables(config)), encoding="utf-8")
-    aside.replace(folder / "run.toml")
+    aside, path = folder / "run.toml.tmp", folder / "run.toml"
+    try:
+        aside.write_text(tomli_w.dumps(to_tables(config)), encoding="utf-8")
+        aside.replace(path)
+    except OSError as error:
+        raise HpcllmError(f"cannot write {path}: {error.strerror}") from error

@@ -20,9 +20,10 @@ import torch
 from mpi4py import MPI
 
 from hpcllm.assemble import Parts, assemble
+from hpcllm.claim import claim_run
 from hpcllm.config import Config
 from hpcllm.data.sampler import read_batch
-from hpcllm.errors import NonFiniteError
+from hpcllm.errors import HpcllmError, NonFiniteError
 from hpcllm.job import StopSignals
 from hpcllm.metrics import Log, Pace, Traffic, open_log, peak_memory_gb
 from hpcllm.model.shapes import parameter_count
@@ -31,6 +32,7 @@ from hpcllm.optim.learning_rate import learning_rate
 from hpcllm.pipeline.schedules import bubble
 from hpcllm.resume import resume, save_run
 from hpcllm.summary import Summary
+from hpcllm.together import raise_together
 from hpcllm.validate import Validation, validate
 
 
@@ -52,8 +54,9 @@ def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: b
     """
     with assemble(config, world) as parts, ExitStack() as stack:
         config = parts.config
-        step, position, saved = resume(parts, restart)
-        log = stack.enter_context(_start_log(parts, step)) if world.rank == 0 else None
+        claim = stack.enter_context(claim_run(world, parts.run_folder, restart))
+        step, position, saved = resume(parts)
+        log = _start_log(parts, step, stack)
         pace = Pace(config, world.size, parts.peak_tflops)
         loss, checked, stopping = math.nan, None, False
         while step < config.run.steps and not stopping:
@@ -81,7 +84,7 @@ def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: b
             if not is_last and _due(step, config.log.validation_every_steps):
                 checked = _validate(parts, step, log)
             if is_last or _due(step, config.checkpoint.every_steps):
-                saved = save_run(parts, step, position)
+                saved = save_run(parts, claim, step, position)
         if not stopping:
             checked = _validate(parts, step, log if pace.all_steps else None)  # else it stands in the log already
         return Summary(
@@ -157,20 +160,35 @@ def _validate(parts: Parts, step: int, log: Log | None) -> Validation | None:
     return result
 
 
-def _start_log(parts: Parts, step: int) -> Log:
-    """The log of the run, its first line said. For rank 0."""
+def _start_log(parts: Parts, step: int, stack: ExitStack) -> Log | None:
+    """Rank 0's log, to be closed by the stack. Collective over the mesh, so no clock runs while it is opened."""
+    run, log, error = parts.config.run, None, None
+    if parts.mesh.world.rank == 0:
+        try:
+            log = stack.enter_context(open_log(parts.run_folder, step, run.steps, parts.config.log.tensorboard))
+            _say_what_starts(parts, log)
+        except OSError as failure:
+            error = HpcllmError(f"cannot write a log in {str(parts.run_folder)!r}: {failure}")
+    raise_together(parts.mesh.world, error)
+    return log
+
+
+def _say_what_starts(parts: Parts, log: Log) -> None:
     config, shape = parts.config, parts.mesh.shape
-    log = open_log(parts.run_folder, step, config.run.steps, config.log.tensorboard)
     idle = bubble(shape["pp"], config.pipeline.microbatches)
     log.say(
         f"{config.run.name}: {parameter_count(config.model) / 1e6:.2f} M parameters ({config.model.preset}), "
         f"dp={shape['dp']} pp={shape['pp']} tp={shape['tp']}, {config.pipeline.schedule} with "
         f"{config.pipeline.microbatches} microbatches (bubble {100 * idle:.0f} %), "
-        f"{torch.get_num_threads()} threads a rank, {MPI.Get_library_version().split(chr(10))[0][:40].strip()}"
+        f"{torch.get_num_threads()} thread(s) a rank, {_mpi_library()}"
     )
     if config.optimizer.warmup_steps >= config.run.steps:
         log.say(f"note: the learning rate warms up for {config.optimizer.warmup_steps} steps, longer than the run")
-    return log
+
+
+def _mpi_library() -> str:
+    """'Open MPI v5.0.11': what the library says of itself, cut before the particulars of its build."""
+    return " ".join(MPI.Get_library_version().split("\n")[0].split(",")[0].split())
 
 
 def _log_step(parts: Parts, log: Log | None, pace: Pace, step: int, agreed: Agreed, rate: float) -> None:

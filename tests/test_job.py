@@ -134,6 +134,23 @@ def test_a_second_ctrl_c_interrupts():
             interrupt()
 
 
+def test_a_signal_repeated_while_a_job_shuts_down_does_not_make_it_fail():
+    stops = "with StopSignals() as signals:\n    signals.keep_out()\n"
+    repeats = "for number in (signal.SIGTERM, signal.SIGUSR1):\n    os.kill(os.getpid(), number)\n"
+    script = f"import os, signal\nfrom hpcllm.job import StopSignals\n{stops}{repeats}"
+    assert subprocess.run([sys.executable, "-c", script], env=environment(), cwd=ROOT, timeout=LIMIT_S).returncode == 0
+
+
+def test_a_job_whose_output_nobody_reads_ends_at_once_and_says_so():
+    close = "import os; ends = os.pipe(); os.dup2(ends[1], 1); os.close(ends[0])"
+    code, _, err, seconds = job(f"{close}; print('x', flush=True) if world.rank == 1 else time.sleep(300)")
+    assert code not in (0, None)
+    assert "hpcllm: rank 1 of 2 on " in err
+    assert "nobody reads its standard output" in err
+    assert "hpcllm: rank 0" not in err
+    assert seconds < 30
+
+
 def test_signals_of_the_scheduler_may_come_again():
     with StopSignals() as signals:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):

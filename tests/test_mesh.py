@@ -36,9 +36,12 @@ def test_coordinates_are_a_bijection_whose_first_axis_runs_fastest(sizes, order)
 @settings(deadline=None)
 @given(st.integers(1, 64), st.integers(0, 16), st.integers(1, 16))
 def test_sizes_multiply_to_the_ranks_or_are_refused_with_all_numbers(ranks, dp, pp):
-    config, need = MeshConfig(dp=dp, pp=pp), (dp or max(1, ranks // pp)) * pp
-    if need == ranks:
+    config, need = MeshConfig(dp=dp, pp=pp), dp * pp
+    if need == ranks or (dp == 0 and ranks % pp == 0):
         assert mesh_sizes(ranks, config) == {"dp": ranks // pp, "pp": pp, "tp": 1}
+    elif dp == 0:
+        with pytest.raises(MeshError, match=rf"= {pp} does not divide the {ranks} ranks? .*; valid with {ranks}: 1"):
+            mesh_sizes(ranks, config)
     else:
         with pytest.raises(MeshError, match=rf"= {need}, but the job has {ranks} ranks?; .*mpirun -n {need}\)"):
             mesh_sizes(ranks, config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcllm.config import from_tables
+from hpcllm.errors import HpcllmError
 from hpcllm.metrics import Pace, clock, open_log, step_line
 from hpcllm.model.shapes import flops_per_token
 
@@ -114,3 +116,12 @@ def test_tensorboard_gets_every_number_of_every_step(tmp_path):
     events.Reload()
     assert set(events.Tags()["scalars"]) == set(record(1)) - {"step"}
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(step, 2.5) for step in (1, 2, 3)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+def test_a_full_disk_is_said_once_with_the_step_and_the_file(tmp_path):
+    log = open_log(tmp_path, 0, 10, tensorboard=False)
+    log.file.close()
+    said = pytest.raises(HpcllmError, match=r"cannot write step 3 to /dev/full: No space left")
+    with Path("/dev/full").open("a") as log.file, said, log:
+        log.step(record(3))

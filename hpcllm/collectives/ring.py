@@ -128,4 +128,5 @@ class _Lane:
         return self.x[start + first : start + last]
 
     def _name(self, hop: int, way: str, peer: int) -> str:
-        return f"hop {hop} of a ring sum over {self.comm.size} ranks, {way} its rank {peer}, lane {self.lane}"
+        world_rank = self.comm.group.Translate_ranks([peer], MPI.COMM_WORLD.group)[0]
+        return f"hop {hop} of a ring sum over {self.comm.size} ranks, {way} rank {world_rank}, lane {self.lane}"

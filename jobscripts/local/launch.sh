@@ -40,17 +40,18 @@ hpcllm_mpich() {
 }
 
 hpcllm_openmpi() {
+    local shared_memory=sm signalled="" code
     hpcllm_room "$1" 17
     # Open MPI refuses root unless told twice. In a container one is root.
     if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
-    # Shared memory and nothing else: nobody listens outside this machine.
-    export OMPI_MCA_pml=${OMPI_MCA_pml:-ob1} OMPI_MCA_btl=${OMPI_MCA_btl:-self,sm}
+    # Shared memory and nothing else: nobody listens outside this machine. Version 4 calls it vader.
+    case $(mpirun --version) in *"Open MPI) "[1-4].*) shared_memory=vader ;; esac
+    export OMPI_MCA_pml=${OMPI_MCA_pml:-ob1} OMPI_MCA_btl=${OMPI_MCA_btl:-self,$shared_memory}
     # A rank that waits inside MPI gives its core away. By itself Open MPI does so only with more ranks than cores, yet
     # cores are shared with other programs too.
     export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
     # The UCX module for windows is not usable here and says so on every window.
     export OMPI_MCA_osc=${OMPI_MCA_osc:-^ucx}
-    local signalled="" code
     set -m # a process group of its own: a signal to all of ours (timeout, scancel) shall reach mpirun through us alone
     mpirun --map-by :OVERSUBSCRIBE --bind-to none -n "$@" </dev/null &
     set +m

@@ -71,7 +71,7 @@ def test_what_cannot_be_summed_is_refused(comm):
 @pytest.mark.parallel([2])
 def test_a_rank_that_does_not_come_is_named(comm):
     if comm.rank == 0:
-        with pytest.raises(StallError, match=r"waited 0\.2 s for hop 0 of a ring sum over 2 ranks, from its rank 1"):
+        with pytest.raises(StallError, match=r"waited 0\.2 s for hop 0 of a ring sum over 2 ranks, from rank 1"):
             allreduce(torch.ones(10), comm, waits=Waits(limit_s=0.2))
         comm.Barrier()
     else:
