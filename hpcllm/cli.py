@@ -54,7 +54,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "inputs",
         nargs="*",
-        type=Path,
+        type=_input,
         metavar="INPUT",
         help="files or folders: text, .jsonl, also .gz and .zst; none: the source of the Python standard library",
     )
@@ -68,6 +68,12 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the train/validation split (default: 0)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(command=prepare)
+
+
+def _input(text: str) -> Path:
+    if not text:  # an unset shell variable; Path("") would be the whole current folder
+        raise argparse.ArgumentTypeError("an empty INPUT; name a file or a folder, or leave it out")
+    return Path(text)
 
 
 def prepare(arguments: argparse.Namespace) -> int:

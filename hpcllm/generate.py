@@ -13,7 +13,7 @@ from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.restore import facts, restore, tokenizer_json
 from hpcllm.config import from_tables
 from hpcllm.data.tokenizer import Encoder
-from hpcllm.errors import CheckpointError, DataError
+from hpcllm.errors import CheckpointError, ConfigError, DataError
 from hpcllm.model.initialisation import allocate
 from hpcllm.model.sampling import generate
 from hpcllm.model.shapes import parameter_shapes, split_layers
@@ -23,11 +23,15 @@ from hpcllm.model.transformer import Decoder
 def continue_prompt(path: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> Iterator[str]:
     """Pieces of text that continue `prompt`, up to `tokens` tokens or the end of the text.
 
-    Same arguments, same text. Raises before the first piece: DataError if there is no such file, CheckpointError if it
-    is damaged or of no text model, ConfigError for a setting out of range.
+    Same arguments, same text. Raises before the first piece: DataError if there is no such file or the prompt is not
+    Unicode, CheckpointError if the file is damaged or of no text model, ConfigError for a setting out of range.
     """
     if not path.is_file():
         raise DataError(f"there is no checkpoint {str(path)!r}")
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed = {seed} is out of range; valid: 0 <= seed < 2^63")
+    if any("\ud800" <= c <= "\udfff" for c in prompt):
+        raise DataError("the prompt is not UTF-8; give it in that encoding, or set the locale that it is in")
     with Checkpoint.open(path) as checkpoint:
         decoder = load_decoder(checkpoint)
         text = tokenizer_json(checkpoint)

@@ -68,7 +68,15 @@ def test_the_version_is_the_package_s(capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["trian", "run.toml"], ["train"], ["train", "run.toml", "--sett", "a.b=1"], ["generate", "file"], ["prepare"]],
+    [
+        [],
+        ["trian", "run.toml"],
+        ["train"],
+        ["train", "run.toml", "--sett", "a.b=1"],
+        ["generate", "file"],
+        ["prepare"],
+        ["prepare", "", "--output", "x.h5"],
+    ],
 )
 def test_a_command_line_that_is_none_has_exit_code_2(arguments, capsys):
     with pytest.raises(SystemExit) as ended:

@@ -118,6 +118,17 @@ def test_settings_out_of_range_are_refused(random_model, settings, said):
         text(random_model, **settings)
 
 
+@pytest.mark.parametrize("seed", [-1, 2**63, 10**30])
+def test_a_seed_out_of_range_is_refused(random_model, seed):
+    with pytest.raises(ConfigError, match="seed"):
+        continue_prompt(random_model, "a", 1, 1.0, 0, seed)
+
+
+def test_a_prompt_that_is_not_utf8_is_refused(random_model):
+    with pytest.raises(DataError, match="UTF-8"):
+        continue_prompt(random_model, b"ab\xff".decode("utf-8", "surrogateescape"), 1, 1.0, 0, 0)
+
+
 def test_mistakes_are_said_before_the_first_piece_is_asked_for(tmp_path, random_model):
     missing = tmp_path / "no such.h5"
     with pytest.raises(DataError, match="no such"):

@@ -9,6 +9,7 @@ step_00001000.h5   14.2 MB
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from hpcllm.checkpoint.layout import DatasetSpec
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.slabs import Slab
+from hpcllm.printable import printable
 
 _PIECE_ELEMENTS = 1 << 22
 
@@ -88,13 +90,18 @@ def _nested(found: dict[str, Any]) -> dict[str, Any]:
         group, _, name = key.rpartition("/")
         leaves[f"{group}/@{name}".lstrip("/")] = _attribute_lines(value)
     tree: dict[str, Any] = {}
-    for path in sorted(leaves):
+    for path in sorted(leaves, key=_by_number):
         *groups, last = path.split("/")
         branch = tree
         for group in groups:
-            branch = branch.setdefault(_printable(group), {})
-        branch[_printable(last)] = leaves[path]
+            branch = branch.setdefault(printable(group), {})
+        branch[printable(last)] = leaves[path]
     return tree
+
+
+def _by_number(path: str) -> str:
+    """Sorts blocks.2 before blocks.10."""
+    return re.sub(r"\d+", lambda digits: digits[0].zfill(20), path)
 
 
 def _dataset_text(item: dict[str, Any]) -> str:
@@ -107,13 +114,8 @@ def _dataset_text(item: dict[str, Any]) -> str:
 
 def _attribute_lines(value: Any) -> list[str]:
     if isinstance(value, str) and "\n" in value:
-        return ["=", *map(_printable, value.splitlines())]
+        return ["=", *map(printable, value.splitlines())]
     return [f"= {value!r}"]
-
-
-def _printable(text: str) -> str:
-    """Without control characters: a file from elsewhere must not steer the reader's terminal."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _branches(tree: dict[str, Any], indent: str) -> list[str]:

@@ -42,10 +42,10 @@ from hpcllm.checkpoint.layout import (
 from hpcllm.checkpoint.plan import fault_of_slabs, merge
 from hpcllm.checkpoint.slabs import Slab, runs
 from hpcllm.errors import CheckpointError
+from hpcllm.raw_hdf5 import allocate, sync, write_at
 from hpcllm.together import on_root, raise_together
 
 _ALIGN_BYTES = 4096  # what is as large begins a page; to align the small ones too costs HDF5 quadratic time
-_REQUEST_BYTES = 1 << 23  # several MiB a call keep the file system busy; Linux cuts calls at 2 GiB
 _TABLE_BYTES = 8192  # at most so much a dataset for alignment, header, checksum and guard
 _HEADROOM_BYTES = 1 << 20  # for attributes
 
@@ -114,7 +114,7 @@ def _create(temporary: Path, specs: Mapping[str, DatasetSpec], path: Path) -> di
             alignment_interval=_ALIGN_BYTES,
         ) as file:
             offsets = {name: _allocate(file, name, spec) for name, spec in specs.items()}
-        _fsync(temporary)
+        sync(temporary)
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"cannot create {path}: {_reason(error)}") from error
     return offsets
@@ -129,20 +129,10 @@ def _check_space(folder: Path, specs: Mapping[str, DatasetSpec]) -> None:
 
 
 def _allocate(file: h5py.File, name: str, spec: DatasetSpec) -> int:
-    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    creation.set_layout(h5py.h5d.CONTIGUOUS)
-    creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    creation.set_obj_track_times(False)
-    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-    links.set_create_intermediate_group(True)
-    links.set_char_encoding(h5py.h5t.CSET_UTF8)
-    kind = h5py.h5t.py_create(STORED_AS[spec.dtype])
-    space = h5py.h5s.create_simple(spec.shape) if spec.shape else h5py.h5s.create(h5py.h5s.SCALAR)
-    dataset = h5py.h5d.create(file.id, name.encode(), kind, space, creation, lcpl=links)
+    offset = allocate(file, name, spec.shape, STORED_AS[spec.dtype])
     if spec.dtype == "bfloat16":
-        h5py.Dataset(dataset).attrs[DTYPE_ATTRIBUTE] = spec.dtype
-    return int(dataset.get_offset())
+        file[name].attrs[DTYPE_ATTRIBUTE] = spec.dtype
+    return offset
 
 
 def _write_together(
@@ -181,10 +171,8 @@ def _write_slabs(
 def _write_runs(descriptor: int, data: memoryview, slab: Slab, spec: DatasetSpec, base: int) -> None:
     done = 0
     for offset, length in runs(slab, spec.shape, STORED_AS[spec.dtype].itemsize):
-        end = done + length
-        shift = base + offset - done
-        while done < end:  # a file system may take less than it was given
-            done += os.pwrite(descriptor, data[done : min(end, done + _REQUEST_BYTES)], shift + done)
+        write_at(descriptor, data[done : done + length], base + offset)
+        done += length
 
 
 def _finish(
@@ -205,24 +193,15 @@ def _finish(
             file.attrs[COMPLETE] = True
         extents = [(offsets[name], spec.bytes) for name, spec in specs.items()]
         guard.seal(temporary, extents, guard.block_bytes(len(specs)))
-        _fsync(temporary)
+        sync(temporary)
         temporary.replace(path)
-        _fsync(path.parent)
+        sync(path.parent)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise CheckpointError(f"cannot finish {path}: {_reason(error)}") from error
 
 
 def _in_file_order(record: tuple[Slab, int]) -> tuple[str, tuple[int, ...]]:
     return record[0].dataset, record[0].start
-
-
-def _fsync(path: Path) -> None:
-    """Also of a folder: a rename is on disk only after its folder is."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _reason(error: Exception) -> str:

@@ -17,8 +17,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from hpcllm.data.documents import Document, Problem
-from hpcllm.data.duplicates import Digests, first_occurrences
-from hpcllm.data.exchange import before_and_total
+from hpcllm.data.exchange import Digests, before_and_total, first_occurrences
 from hpcllm.data.normal import digest, split_key, validation_keys
 from hpcllm.data.report import Problems
 from hpcllm.data.sample import SmallestKeys

@@ -13,7 +13,6 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
-import os
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import zstandard
 
 from hpcllm.data.inputs import Unit
 from hpcllm.data.normal import normalise
+from hpcllm.printable import printable_path
 
 LARGEST_DOCUMENT_BYTES = 256 * 2**20
 CHUNK_BYTES = 2**20
@@ -73,14 +73,9 @@ def read_documents(unit: Unit, field: str, largest_bytes: int = LARGEST_DOCUMENT
             else:
                 yield _whole_file(unit, file, largest_bytes)
     except OSError as error:
-        yield Problem(f"{printable(unit.path)} ({error.strerror or error})", UNREADABLE)
+        yield Problem(f"{printable_path(unit.path)} ({error.strerror or error})", UNREADABLE)
     except _DamagedError as error:
-        yield Problem(f"{printable(unit.path)} ({error})", DAMAGED)
-
-
-def printable(path: str) -> str:
-    """A path that any terminal and JSON take, also where the file's name is not UTF-8."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
+        yield Problem(f"{printable_path(unit.path)} ({error})", DAMAGED)
 
 
 def _whole_file(unit: Unit, file: BinaryIO, largest_bytes: int) -> Document | Problem:
@@ -88,8 +83,8 @@ def _whole_file(unit: Unit, file: BinaryIO, largest_bytes: int) -> Document | Pr
     for chunk in _chunks(unit, file):
         data += chunk
         if len(data) > largest_bytes:
-            return Problem(printable(unit.path), TOO_LARGE)
-    return _document(printable(unit.path), bytes(data))
+            return Problem(printable_path(unit.path), TOO_LARGE)
+    return _document(printable_path(unit.path), bytes(data))
 
 
 def _lines_as_documents(unit: Unit, file: BinaryIO, field: str, largest_bytes: int) -> Iterator[Document | Problem]:
@@ -101,7 +96,7 @@ def _lines_as_documents(unit: Unit, file: BinaryIO, field: str, largest_bytes: i
         if not unit.compression and start >= unit.end:
             return
         if inside and (line is None or line.strip()):
-            yield _json_document(f"{printable(unit.path)}:{start}", line, field)
+            yield _json_document(f"{printable_path(unit.path)}:{start}", line, field)
         inside = True
 
 

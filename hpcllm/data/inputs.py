@@ -118,7 +118,7 @@ def _reason_to_skip(entry: os.DirEntry[str]) -> str:
     if entry.name.startswith("."):
         return HIDDEN
     # A broken link counts as a file: the reader will name it among the unreadable ones.
-    if not entry.is_file() and os.path.exists(entry.path):
+    if not os.path.isfile(entry.path) and os.path.exists(entry.path):  # entry.is_file() raises for a link to itself
         return NOT_REGULAR
     return "" if _suffix(entry.name) in TEXT_SUFFIXES else UNKNOWN_SUFFIX
 

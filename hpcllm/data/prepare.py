@@ -1,7 +1,7 @@
 """Text -> token store, by any number of ranks, the same bits from each.
 
     all ranks   read --> normalise --> digest, split key, size             pass 1, census.py
-    exchange    exact duplicates go, the first in global order stays       duplicates.py
+    exchange    exact duplicates go, the first in global order stays       exchange.py
     rank 0      trains a tokenizer on a sample, or loads one; broadcast    sample.py, tokenizer.py
     all ranks   read again --> tokenize --> spool on disk                  pass 2, spool.py
     all ranks   write their slabs of one HDF5 file; rank 0 renames it      writer.py
@@ -38,7 +38,8 @@ from hpcllm.data.inputs import Unit, find_units, share
 from hpcllm.data.report import PrepareReport, Problems, gather_problems, show_progress
 from hpcllm.data.spool import Spooled, spool_tokens
 from hpcllm.data.store import SPLITS, is_store, store_fingerprint
-from hpcllm.errors import DataError
+from hpcllm.errors import CollectiveError, DataError
+from hpcllm.printable import printable_path
 from hpcllm.together import on_root
 
 T = TypeVar("T")
@@ -104,6 +105,18 @@ class _Job:
     def read(self) -> Iterator[Document | Problem]:
         return (item for unit in self.units for item in read_documents(unit, self.options.field))
 
+    def writes(self, function: Callable[[], T]) -> Callable[[], T]:
+        """The function; what the disk refuses it is said with the name of the folder."""
+
+        def named() -> T:
+            try:
+                return function()
+            except OSError as error:
+                where = printable_path(str(self.options.output.absolute().parent))
+                raise CollectiveError(f"cannot write in {where}: {error.strerror or error}") from error
+
+        return named
+
 
 def _check(options: PrepareOptions) -> str | None:
     """Whether the work can end well, before it starts. Returns the JSON of a tokenizer that was given."""
@@ -163,7 +176,8 @@ def _train(job: _Job, census: Census, placement: Placement) -> str:
 def _second_pass(job: _Job, census: Census, placement: Placement, encoder: tokenizer.Encoder) -> Spooled:
     items = show_progress(job.read(), "tokenizing", sum(census.sizes), job.comm)
     documents = (item for item in items if isinstance(item, Document))
-    return on_all(job.comm, lambda: spool_tokens(documents, census, placement, encoder, job.folder, job.comm.rank))
+    rank = job.comm.rank
+    return on_all(job.comm, job.writes(lambda: spool_tokens(documents, census, placement, encoder, job.folder, rank)))
 
 
 def _write_store(job: _Job, spooled: Spooled, placement: Placement, encoder: tokenizer.Encoder) -> writer.Contents:
@@ -181,11 +195,11 @@ def _write_store(job: _Job, spooled: Spooled, placement: Placement, encoder: tok
         bytes={split: placement.total[split].bytes for split in SPLITS},
     )
     path = job.folder / "store.h5"
-    offsets = _by_root(job.comm, lambda: writer.create(path, contents))
+    offsets = _by_root(job.comm, job.writes(lambda: writer.create(path, contents)))
     for split, tokens_before in zip(SPLITS, before, strict=True):
         slabs = writer.Slabs(split, tokens_before, placement.before[split].documents, spooled.spools[split])
-        on_all(job.comm, partial(slabs.write, path, offsets))
-    _by_root(job.comm, lambda: writer.finish(path, job.options.output))
+        on_all(job.comm, job.writes(partial(slabs.write, path, offsets)))
+    _by_root(job.comm, job.writes(lambda: writer.finish(path, job.options.output)))
     return contents
 
 

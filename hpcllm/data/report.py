@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from hpcllm.data.documents import Document, Problem
 from hpcllm.data.store import Split
+from hpcllm.printable import printable_path
 
 EXAMPLES = 3
 LINE_EVERY_S = 10.0  # without a terminal
@@ -95,6 +96,7 @@ class PrepareReport:
             f"{split:<12}{count:>12,}{self.bytes[split] / 1e6:>14,.2f}{self.tokens[split]:>16,}"
             for split, count in self.documents.items()
         ]
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
         origin = "trained on this text" if self.tokenizer_trained else "as given"
         facts = [
             f"tokenizer   {self.vocabulary:,} tokens, {origin}; {_number(self.bytes_per_token)} bytes a token",
@@ -102,7 +104,7 @@ class PrepareReport:
             *(f"skipped     {count:,} x {reason}" for reason, count in self.skipped.items()),
             *(_drop_line(reason, dropped) for reason, dropped in self.dropped.items()),
             *(f"warning     {warning}" for warning in self.warnings),
-            f"written     {self.path} in {self.seconds:.1f} s by {self.ranks} rank{'s' if self.ranks > 1 else ''}",
+            f"written     {printable_path(str(self.path))} in {self.seconds:.1f} s by {ranks}",
         ]
         return [head, *rows, *facts]
 

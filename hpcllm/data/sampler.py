@@ -6,7 +6,8 @@
 The permutation is a keyed Feistel network on the smallest power of two >= samples; a result outside the range is
 encrypted again until it falls inside ("cycle walking"), twice on average at worst. Source: Black and Rogaway 2002,
 "Ciphers with Arbitrary Finite Domains", sections 3 and 4, with alternating steps on unequal halves in place of
-swaps. The state of a run's data is one integer, the position, and every layout sees the same order.
+swaps. With fewer than eight samples some orders come a few per cent more often than others. The state of a run's data
+is one integer, the position, and every layout sees the same order.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from hpcllm.data.spool import Spool
 from hpcllm.data.store import FORMAT, SPLITS, VERSION, Split, token_dtype
+from hpcllm.raw_hdf5 import allocate, sync, write_at
 
 COPY_BYTES = 16 * 2**20
 
@@ -54,13 +55,9 @@ def create(path: Path, contents: Contents) -> dict[str, int]:
         file.create_dataset("tokenizer", data=tokenizer, track_times=False)
         offsets = {}
         for split in SPLITS:
-            group = file.create_group(split)
-            offsets[f"{split}/tokens"] = _allocate(
-                group, b"tokens", contents.tokens[split], token_dtype(contents.vocabulary)
-            )
-            offsets[f"{split}/documents"] = _allocate(
-                group, b"documents", contents.documents[split] + 1, np.dtype("<i8")
-            )
+            tokens, documents = f"{split}/tokens", f"{split}/documents"
+            offsets[tokens] = allocate(file, tokens, (contents.tokens[split],), token_dtype(contents.vocabulary))
+            offsets[documents] = allocate(file, documents, (contents.documents[split] + 1,), np.dtype("<i8"))
         return offsets
 
 
@@ -83,7 +80,7 @@ class Slabs:
             first = self.documents_before + 1
         with open(path, "r+b", buffering=0) as file:
             _copy(self.spool.path, file.fileno(), offsets[f"{self.split}/tokens"] + self.tokens_before * item_bytes)
-            _write(file.fileno(), offsets[f"{self.split}/documents"] + 8 * first, ends.astype("<i8").tobytes())
+            write_at(file.fileno(), ends.astype("<i8").tobytes(), offsets[f"{self.split}/documents"] + 8 * first)
             os.fsync(file.fileno())
 
 
@@ -91,9 +88,9 @@ def finish(path: Path, output: Path) -> None:
     """Declare the file complete and give it its name, over an older store if there is one."""
     with h5py.File(path, "r+") as file:
         file.attrs["complete"] = True
-    _sync(path)
+    sync(path)
     os.replace(path, output)
-    _sync(output.parent)
+    sync(output.parent)
 
 
 def _attributes(contents: Contents) -> dict[str, Any]:
@@ -120,34 +117,8 @@ def _attributes(contents: Contents) -> dict[str, Any]:
     }
 
 
-def _allocate(group: h5py.Group, name: bytes, count: int, dtype: np.dtype[Any]) -> int:
-    layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    layout.set_layout(h5py.h5d.CONTIGUOUS)
-    layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    layout.set_obj_track_times(False)
-    space = h5py.h5s.create_simple((count,))
-    dataset = h5py.h5d.create(group.id, name, h5py.h5t.py_create(dtype), space, dcpl=layout)
-    return int(dataset.get_offset() or 0)  # no offset where there are no items
-
-
 def _copy(source: Path, file: int, offset: int) -> None:
     with open(source, "rb") as tokens:
         while data := tokens.read(COPY_BYTES):
-            _write(file, offset, data)
+            write_at(file, data, offset)
             offset += len(data)
-
-
-def _write(file: int, offset: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:  # a signal or a nearly full disk may cut a write short
-        written = os.pwrite(file, rest, offset)
-        rest, offset = rest[written:], offset + written
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -57,6 +57,15 @@ def test_the_tree_has_every_name(tmp_path, write_alone, tensors):
         assert all(part in text for part in name.split("/"))
 
 
+def test_the_tree_counts_blocks_as_people_do(tmp_path):
+    names = [f"model/blocks.{block}.weight" for block in (*range(12), 100)]
+    slabs = {Slab(name, (0,), (1,)): np.ones(1, "f4") for name in names}
+    write(tmp_path / "x.h5", MPI.COMM_SELF, {name: DatasetSpec((1,), "float32") for name in names}, slabs, {})
+    text = "\n".join(inspect.tree_lines(tmp_path / "x.h5"))
+    places = [text.index(name.removeprefix("model/")) for name in names]
+    assert places == sorted(places)
+
+
 def test_a_damaged_file_is_not_described(tmp_path, write_alone):
     path = write_alone(tmp_path / "x.h5")
     path.write_bytes(path.read_bytes()[:-1])

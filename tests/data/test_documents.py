@@ -31,6 +31,18 @@ def texts_of(items):
     return [item.text for item in items if isinstance(item, Document)]
 
 
+def test_names_that_steer_terminals_are_escaped_and_circles_of_links_passed_over(tmp_path):
+    name = b"new\nline\x1b[31m \xff.txt"
+    with open(bytes(tmp_path) + b"/" + name, "wb") as file:
+        file.write(b"\xff")
+    (tmp_path / "self").symlink_to("self")
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "deeper" / "up").symlink_to("..")
+    [problem] = read(tmp_path)
+    assert problem.origin.isprintable()
+    assert r"new\nline\x1b[31m \xff.txt" in problem.origin
+
+
 @given(st.text())
 @example("\r\0\n\r\r\n x\u0000")
 @example("e\u0301\u2000")

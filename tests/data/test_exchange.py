@@ -8,8 +8,7 @@ from pytest_mpi.parallel_assert import parallel_assert
 
 from hpcllm.data.census import place, take_census
 from hpcllm.data.documents import Document
-from hpcllm.data.duplicates import first_occurrences
-from hpcllm.data.exchange import on_all
+from hpcllm.data.exchange import first_occurrences, on_all
 from hpcllm.data.normal import digest, split_key
 from hpcllm.data.sample import SmallestKeys
 from hpcllm.data.spool import spool_tokens

@@ -172,7 +172,7 @@ def test_a_full_disk_on_one_rank_fails_on_all_and_keeps_the_old_store(comm, shar
     if comm.rank == comm.size - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
     try:
-        with pytest.raises(HpcllmError, match=f"rank {comm.size - 1}: .*File too large"):
+        with pytest.raises(HpcllmError, match=f"rank {comm.size - 1}: cannot write in .*hpcllm test.*File too large"):
             prepare(options, comm)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
