@@ -34,7 +34,7 @@ from hpcllm.optim.buckets import GradientBuckets, make_buckets
 from hpcllm.pipeline.actions import Action, Op
 from hpcllm.pipeline.engine import Engine
 from hpcllm.pipeline.link import Link
-from hpcllm.pipeline.schedules import SCHEDULES, with_messages
+from hpcllm.pipeline.schedules import SCHEDULES, stage_actions
 from hpcllm.together import on_root
 from hpcllm.waiting import Waits
 
@@ -50,6 +50,7 @@ class Parts:
     sampler: Sampler
     decoder: Decoder
     parameters: dict[str, torch.nn.Parameter]
+    shared: str | None  # the parameter of which the other end of the pipeline has a copy
     gradients: GradientBuckets
     adamw: torch.optim.AdamW
     engine: Engine
@@ -62,11 +63,6 @@ class Parts:
         """Names of the parameters that this stage answers for: a shared embedding belongs to the first stage."""
         is_copy = self.mesh.pp.rank > 0
         return frozenset(name for name in self.parameters if not (is_copy and name == self.shared))
-
-    @property
-    def shared(self) -> str | None:
-        """The parameter of which the other end of the pipeline has a copy."""
-        return _shared(self.config, self.mesh)
 
     @property
     def run_folder(self) -> Path:
@@ -105,9 +101,10 @@ def open_store(config: Config, comm: MPI.Intracomm) -> tuple[Config, TokenStore]
     if not config.data.store:
         raise ConfigError("data.store is missing: the path of a token store, written by `python -m hpcllm prepare`")
     store = TokenStore.open(config.data.store, comm)
-    if sample_count(len(store.tokens("train")), config.data.sequence_length) < 1:
+    tokens = len(store.tokens("train"))
+    if sample_count(tokens, config.data.sequence_length) < 1:
         raise DataError(
-            f"{config.data.store!r} has {len(store.tokens('train'))} training tokens, too few for one sample of "
+            f"{config.data.store!r} has {tokens} training tokens, too few for one sample of "
             f"data.sequence_length = {config.data.sequence_length} and its last target; prepare more text"
         )
     vocabulary = config.model.vocabulary or store.vocabulary
@@ -138,18 +135,20 @@ def _build(config: Config, mesh: Mesh, store: TokenStore, peak_tflops: float | N
     size = data.global_batch // mesh.dp.size // config.pipeline.microbatches
     link = Link(mesh, (size, data.sequence_length, config.model.hidden), Waits(limit_s))
     schedule = SCHEDULES[config.pipeline.schedule]
-    work = schedule(mesh.pp.rank, mesh.pp.size, config.pipeline.microbatches)
+    tokens = store.tokens("train")
+    shared = "embedding.weight" if config.model.tied and mesh.ends.size > 1 else None
     return Parts(
         config=config,
         mesh=mesh,
         store=store,
-        tokens=store.tokens("train"),
-        sampler=Sampler(sample_count(len(store.tokens("train")), data.sequence_length), config.run.seed),
+        tokens=tokens,
+        sampler=Sampler(sample_count(len(tokens), data.sequence_length), config.run.seed),
         decoder=decoder,
         parameters=parameters,
+        shared=shared,
         gradients=make_buckets(
             parameters,
-            _shared(config, mesh),
+            shared,
             config.communication.bucket_mib * 2**20,
             mesh,
             CODECS[config.communication.gradients],
@@ -158,11 +157,7 @@ def _build(config: Config, mesh: Mesh, store: TokenStore, peak_tflops: float | N
         ),
         adamw=make_adamw(parameters, config.optimizer),
         engine=Engine(decoder, link),
-        actions=list(with_messages(work, mesh.pp.rank, mesh.pp.size)),
+        actions=stage_actions(schedule, mesh.pp.rank, mesh.pp.size, config.pipeline.microbatches),
         control=Waits(limit_s),
         peak_tflops=peak_tflops,
     )
-
-
-def _shared(config: Config, mesh: Mesh) -> str | None:
-    return "embedding.weight" if config.model.tied and mesh.ends.size > 1 else None

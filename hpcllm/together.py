@@ -61,8 +61,7 @@ def _gather_quietly(comm: MPI.Intracomm) -> None:
 
 def _any(comm: MPI.Intracomm, flag: bool) -> bool:
     flags = np.array([flag], dtype=np.int32)
-    request = comm.Iallreduce(MPI.IN_PLACE, flags, MPI.MAX)
-    Waits(REPORT_LIMIT_S).all([request], lambda: f"{comm.size} ranks to say how it went")
+    Waits(REPORT_LIMIT_S).allreduce(comm, flags, lambda: f"{comm.size} ranks to say how it went", MPI.MAX)
     return bool(flags[0])
 
 

@@ -120,8 +120,7 @@ def _agree(parts: Parts, loss: float, stop: bool, traffic: Traffic) -> Agreed:
     # replicas have the same gradients, bit for bit, so one of them speaks for all
     squares = parts.gradients.squared_norm(owns_shared=mesh.pp.rank == 0) if mesh.dp.rank == 0 else 0.0
     sums = np.array([loss, squares, stop, *traffic])
-    request = mesh.world.Iallreduce(MPI.IN_PLACE, sums)
-    parts.control.all([request], lambda: "all ranks to agree on a step's loss and gradient norm")
+    parts.control.allreduce(mesh.world, sums, lambda: "all ranks to agree on a step's loss and gradient norm")
     return Agreed(float(sums[0]), math.sqrt(sums[1]), bool(sums[2] > 0), sums[3:])
 
 
@@ -194,8 +193,7 @@ def _mpi_library() -> str:
 def _log_step(parts: Parts, log: Log | None, pace: Pace, step: int, agreed: Agreed, rate: float) -> None:
     """Collective over the mesh: the largest memory of all ranks stands in the line."""
     memory_gb = np.array([peak_memory_gb()])
-    request = parts.mesh.world.Iallreduce(MPI.IN_PLACE, memory_gb, MPI.MAX)
-    parts.control.all([request], lambda: "the largest memory over all ranks")
+    parts.control.allreduce(parts.mesh.world, memory_gb, lambda: "the largest memory over all ranks", MPI.MAX)
     record = {"step": step, "loss": agreed.loss, "learning_rate": rate, "grad_norm": agreed.gradient_norm}
     record |= pace.take(step) | {"memory_gb": memory_gb.item()}
     if log:

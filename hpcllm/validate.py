@@ -14,12 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from mpi4py import MPI
 
 from hpcllm.assemble import Parts
 from hpcllm.data.sampler import sample_count
 from hpcllm.model.loss import IGNORED
-from hpcllm.pipeline.schedules import forward_only, with_messages
+from hpcllm.pipeline.schedules import forward_only, stage_actions
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,7 @@ def validate(parts: Parts) -> Validation | None:
     samples = min(sample_count(len(tokens), config.data.sequence_length), config.data.validation_sequences)
     if samples < 1:
         return None
-    actions = list(
-        with_messages(
-            forward_only(mesh.pp.rank, mesh.pp.size, config.pipeline.microbatches), mesh.pp.rank, mesh.pp.size
-        )
-    )
+    actions = stage_actions(forward_only, mesh.pp.rank, mesh.pp.size, config.pipeline.microbatches)
     sums = np.zeros(3)  # loss in nats, tokens, bytes
     for start in range(0, samples, config.data.global_batch):
         inputs, targets = _my_share(parts, tokens, start, samples)
@@ -49,8 +44,7 @@ def validate(parts: Parts) -> Validation | None:
         if parts.decoder.span.has_head:
             counted = targets[targets != IGNORED].numpy()
             sums += loss, counted.size, parts.store.token_bytes[counted].sum()
-    request = mesh.world.Iallreduce(MPI.IN_PLACE, sums)
-    parts.control.all([request], lambda: "the sum of the validation loss over all ranks")
+    parts.control.allreduce(mesh.world, sums, lambda: "the sum of the validation loss over all ranks")
     nats, count, text_bytes = sums.tolist()
     return Validation(nats / count, nats / math.log(2) / max(1.0, text_bytes), samples)
 

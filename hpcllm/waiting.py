@@ -13,8 +13,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mpi4py import MPI
+from numpy.typing import NDArray
 
 from hpcllm.errors import StallError
 
@@ -42,6 +44,12 @@ class Waits:
             _poll(requests, what, start + self.limit_s, self.limit_s)
         finally:
             self.total_s += time.perf_counter() - start
+
+    def allreduce(
+        self, comm: MPI.Intracomm, values: NDArray[Any], what: Callable[[], str], op: MPI.Op = MPI.SUM
+    ) -> None:
+        """The MPI library's allreduce of `values`, in place. Collective over comm. Raises StallError."""
+        self.all([comm.Iallreduce(MPI.IN_PLACE, values, op)], what)
 
 
 def _poll(requests: Sequence[MPI.Request], what: Callable[[], str], deadline: float, limit_s: float) -> None:

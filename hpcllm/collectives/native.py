@@ -23,6 +23,6 @@ def native_allreduce(
     memory = x.detach().numpy()
     step = LARGEST_MESSAGE_BYTES // x.element_size()
     for start in range(0, x.numel(), step):
-        request = comm.Iallreduce(MPI.IN_PLACE, memory[start : start + step])
-        waits.all([request], lambda: f"the library's allreduce over {comm.size} ranks")
+        piece = memory[start : start + step]
+        waits.allreduce(comm, piece, lambda: f"the library's allreduce over {comm.size} ranks")
     return 0

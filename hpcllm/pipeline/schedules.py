@@ -42,7 +42,13 @@ def forward_only(stage: int, stages: int, microbatches: int) -> Iterator[Action]
         yield Action(Op.FORWARD, m)
 
 
-SCHEDULES: dict[str, Callable[[int, int, int], Iterator[Action]]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+Schedule = Callable[[int, int, int], Iterator[Action]]  # (stage, stages, microbatches) -> the stage's work
+SCHEDULES: dict[str, Schedule] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+
+
+def stage_actions(schedule: Schedule, stage: int, stages: int, microbatches: int) -> list[Action]:
+    """All that one stage does in a step: its work and its messages."""
+    return list(with_messages(schedule(stage, stages, microbatches), stage, stages))
 
 
 def with_messages(work: Iterable[Action], stage: int, stages: int) -> Iterator[Action]:
