@@ -8,6 +8,8 @@ Config --+-- mesh sizes, batch split -----> Mesh, MicroBatches
 from __future__ import annotations
 
 import dataclasses
+import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,11 +20,13 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from hpcllm.codecs import CODECS
-from hpcllm.config import Config, divisors
+from hpcllm.collectives import Group, group_of, shared_zeros
+from hpcllm.collectives.select import Tuning, link_codec, load_tuning, use_tuning
+from hpcllm.collectives.wire import Wire
+from hpcllm.config import Config, divisors, traffic_codecs
 from hpcllm.data.sampler import Sampler, sample_count
 from hpcllm.data.store import TokenStore
-from hpcllm.errors import ConfigError, DataError, MeshError
+from hpcllm.errors import ConfigError, DataError, MeshError, UserError
 from hpcllm.machines import peak_tflops
 from hpcllm.mesh import Mesh, mesh_sizes, open_mesh
 from hpcllm.metrics import Traffic
@@ -30,10 +34,10 @@ from hpcllm.model.initialisation import build
 from hpcllm.model.shapes import split_layers
 from hpcllm.model.transformer import Decoder
 from hpcllm.optim.adamw import make_adamw
-from hpcllm.optim.buckets import GradientBuckets, make_buckets
+from hpcllm.optim.buckets import BucketPlan, GradientBuckets, make_buckets
 from hpcllm.pipeline.actions import Action, Op
 from hpcllm.pipeline.engine import Engine
-from hpcllm.pipeline.link import Link
+from hpcllm.pipeline.link import Codecs, Link
 from hpcllm.pipeline.schedules import SCHEDULES, stage_actions
 from hpcllm.together import on_root
 from hpcllm.waiting import Waits
@@ -52,6 +56,7 @@ class Parts:
     parameters: dict[str, torch.nn.Parameter]
     shared: str | None  # the parameter of which the other end of the pipeline has a copy
     gradients: GradientBuckets
+    wire: Wire  # of the gradients
     adamw: torch.optim.AdamW
     engine: Engine
     actions: list[Action]
@@ -74,10 +79,12 @@ class Parts:
         return next(action.microbatch for action in reversed(self.actions) if action.op is Op.BACKWARD)
 
     def traffic(self) -> Traffic:
-        """So far, of this rank: seconds in which it could not compute for want of a message, then bytes sent."""
+        """So far, of this rank: see metrics.TRAFFIC for the order."""
         link, gradients = self.engine.link, self.gradients
-        waited_s = link.waits.total_s + gradients.worker.exposed_s + self.control.total_s
-        return np.array([waited_s, gradients.sent_bytes, link.sent_bytes])
+        exposed_s = link.waits.total_s + gradients.worker.exposed_s + self.control.total_s
+        hidden_s = max(0.0, gradients.sum_s - gradients.worker.exposed_s)
+        ways = [count[way] for way in (Op.FORWARD, Op.BACKWARD) for count in (link.plain_bytes, link.sent_bytes)]
+        return np.array([exposed_s, hidden_s, self.wire.plain_bytes, self.wire.sent_bytes, *ways])
 
 
 def check_layout(config: Config, ranks: int) -> Config:
@@ -121,22 +128,24 @@ def assemble(config: Config, comm: MPI.Intracomm) -> Iterator[Parts]:
     """Everything that this rank needs, with initial weights. Collective over comm. Raises UserError."""
     config = check_layout(config, comm.size)
     config, store = open_store(config, comm)
-    peak = on_root(comm, lambda: peak_tflops(config.run.machine, torch.get_num_threads()))
+    peak, tuning = on_root(comm, lambda: (peak_tflops(config.run.machine, torch.get_num_threads()), _tuning(config)))
     with open_mesh(comm, config.mesh) as mesh:
-        parts = _build(config, mesh, store, peak)
+        parts = _build(config, mesh, store, peak, tuning)
         yield parts
         parts.gradients.worker.close()
 
 
-def _build(config: Config, mesh: Mesh, store: TokenStore, peak_tflops: float | None) -> Parts:
+def _tuning(config: Config) -> Tuning | None:
+    return load_tuning(config.communication.tuning) if config.communication.tuning else None
+
+
+def _build(config: Config, mesh: Mesh, store: TokenStore, peak_tflops: float | None, tuning: Tuning | None) -> Parts:
     data, limit_s = config.data, config.limits.stall_s
     decoder = build(config.model, split_layers(config.model, mesh.pp.size)[mesh.pp.rank], config.run.seed)
     parameters = dict(decoder.named_parameters())
-    size = data.global_batch // mesh.dp.size // config.pipeline.microbatches
-    link = Link(mesh, (size, data.sequence_length, config.model.hidden), Waits(limit_s))
-    schedule = SCHEDULES[config.pipeline.schedule]
     tokens = store.tokens("train")
     shared = "embedding.weight" if config.model.tied and mesh.ends.size > 1 else None
+    wire = Wire(Waits(limit_s))
     return Parts(
         config=config,
         mesh=mesh,
@@ -146,18 +155,61 @@ def _build(config: Config, mesh: Mesh, store: TokenStore, peak_tflops: float | N
         decoder=decoder,
         parameters=parameters,
         shared=shared,
-        gradients=make_buckets(
-            parameters,
-            shared,
-            config.communication.bucket_mib * 2**20,
-            mesh,
-            CODECS[config.communication.gradients],
-            config.communication.algorithm,
-            Waits(limit_s),
-        ),
+        gradients=_gradients(config, mesh, parameters, shared, wire, tuning),
+        wire=wire,
         adamw=make_adamw(parameters, config.optimizer),
-        engine=Engine(decoder, link),
-        actions=stage_actions(schedule, mesh.pp.rank, mesh.pp.size, config.pipeline.microbatches),
+        engine=Engine(decoder, _link(config, mesh, tuning)),
+        actions=stage_actions(
+            SCHEDULES[config.pipeline.schedule], mesh.pp.rank, mesh.pp.size, config.pipeline.microbatches
+        ),
         control=Waits(limit_s),
         peak_tflops=peak_tflops,
     )
+
+
+def _gradients(
+    config: Config,
+    mesh: Mesh,
+    parameters: dict[str, torch.nn.Parameter],
+    shared: str | None,
+    wire: Wire,
+    tuning: Tuning | None,
+) -> GradientBuckets:
+    communication = config.communication
+    plan = BucketPlan(
+        bucket_bytes=communication.bucket_mib * 2**20,
+        codec=traffic_codecs(communication)["gradients"],
+        exact=communication.exact,
+        algorithm=communication.algorithm,
+        seed=config.run.seed,
+    )
+    replicas, ends = group_of(mesh.dp), group_of(mesh.ends)
+    for group in (replicas, ends):
+        group.wire = wire
+        if tuning:
+            use_tuning(group, tuning)
+    return make_buckets(parameters, shared, plan, replicas, ends, lambda n: _memory(n, replicas))
+
+
+def _memory(n: int, replicas: Group) -> torch.Tensor:
+    """(n,) zeros for gradients, where the replicas of a node can sum them in place. Collective over replicas."""
+    if replicas.node.size == 1:
+        return torch.zeros(n)
+    try:
+        return shared_zeros(n, replicas)
+    except UserError as error:  # a small /dev/shm, as in many containers: slower, for sums copy through a small window
+        if replicas.rank == 0:
+            print(f"hpcllm: gradients lie in private memory, and their sums take longer: {error}", file=sys.stderr)
+        return torch.zeros(n)
+
+
+def _link(config: Config, mesh: Mesh, tuning: Tuning | None) -> Link:
+    size = config.data.global_batch // mesh.dp.size // config.pipeline.microbatches
+    shape = (size, config.data.sequence_length, config.model.hidden)
+    codecs: Codecs = {}
+    for way, kind in ((Op.FORWARD, "forward"), (Op.BACKWARD, "backward")):
+        for peer in (mesh.pp.rank - 1, mesh.pp.rank + 1):
+            if 0 <= peer < mesh.pp.size:
+                name = traffic_codecs(config.communication)[kind]
+                codecs[way, peer] = link_codec(name, math.prod(shape), mesh.shares_node(peer), tuning)
+    return Link(mesh, shape, Waits(config.limits.stall_s), codecs)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcllm.errors import ConfigError
+from hpcllm.policy import TRAFFIC, codecs_of
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -97,9 +98,21 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationConfig:
-    algorithm: Literal["ring", "native"] = "ring"  # of the gradient sum over dp
-    gradients: Literal["raw", "bf16"] = "raw"  # what travels; sums are fp32 in any case
+    """What travels how. Codecs are named as in hpcllm/codecs/names.py; an empty name leaves it to the policy."""
+
+    policy: Literal["none", "mzhybrid", "zhybrid", "hpcllm"] = "none"
+    gradients: str = ""  # their sum over dp; "int4:128+ef" is int4:128 with error feedback
+    parameters: str = ""
+    forward: str = ""  # activations between stages
+    backward: str = ""  # gradients of activations between stages
+    exact: str = "norm,bias,embedding,positions"  # parameters with such a word in their name: gradients always exact
+    exact_steps: int = 20  # all traffic is exact in the first steps of a run
+    algorithm: Literal[
+        "auto", "ring", "two_step", "recursive_doubling", "rabenseifner", "node_window", "two_level", "native"
+    ] = "auto"  # of the gradient sum over dp
     bucket_mib: float = 16.0  # gradients are summed in pieces of about this size
+    tuning: str = ""  # a file that `python -m hpcllm.perf tune` wrote; auto decides by it
+    hash_every_steps: int = 100  # replicas compare a hash of their parameters; 0: never
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +183,9 @@ RULES: dict[str, tuple[str, typing.Callable[[Any], bool]]] = {
     "optimizer.beta2": ("0 <= beta2 < 1", lambda v: 0 <= v < 1),
     "optimizer.epsilon": ("> 0", lambda v: v > 0),
     "optimizer.clip_norm": (">= 0", lambda v: v >= 0),
+    "communication.exact_steps": (">= 0", lambda v: v >= 0),
     "communication.bucket_mib": ("> 0", lambda v: v > 0),
+    "communication.hash_every_steps": (">= 0", lambda v: v >= 0),
     "checkpoint.every_steps": (">= 0", lambda v: v >= 0),
     "checkpoint.keep": (">= 1", lambda v: v >= 1),
     "log.every_steps": (">= 1", lambda v: v >= 1),
@@ -322,11 +337,21 @@ def _check_together(config: Config) -> None:
         raise ConfigError(
             f"mesh.pp = {config.mesh.pp} stages, but model.layers = {model.layers}; valid: pp from 1 to {model.layers}"
         )
-    if config.communication.algorithm == "native" and config.communication.gradients != "raw":
+    _check_communication(config.communication)
+
+
+def _check_communication(communication: CommunicationConfig) -> None:
+    gradients = traffic_codecs(communication)["gradients"]
+    if communication.algorithm in ("native", "node_window") and gradients != "raw":
         raise ConfigError(
-            f"communication.gradients = {config.communication.gradients!r} needs communication.algorithm = 'ring': "
-            "the MPI library's own allreduce sends fp32 only"
+            f"communication.algorithm = {communication.algorithm!r} adds up values as they are, but the gradients "
+            f"travel as {gradients!r}; valid: communication.gradients = 'raw', or another algorithm, such as 'auto'"
         )
+
+
+def traffic_codecs(communication: CommunicationConfig) -> dict[str, str]:
+    """Kind of traffic -> codec name, after policy and single keys. Raises ConfigError."""
+    return codecs_of(communication.policy, {kind: getattr(communication, kind) for kind in TRAFFIC})
 
 
 def divisors(n: int) -> str:

@@ -5,6 +5,8 @@
     |-- NonFiniteError     1   the loss is no longer a number
     |-- CollectiveError    1   one or more other ranks failed
     |-- CheckpointError    1   a file that should have been whole is not
+    |-- CodecError         1   bytes that no encoder wrote
+    |-- ReplicaError       1   replicas that should be equal differ
     `-- UserError          2   asked for something that cannot be; said before any work starts
         |-- ConfigError        a key or a value of the run file
         |-- MeshError          ranks and layout do not fit together
@@ -38,6 +40,14 @@ class CollectiveError(HpcllmError):
 
 class CheckpointError(HpcllmError):
     """A checkpoint is damaged or does not fit the run."""
+
+
+class CodecError(HpcllmError):
+    """Bytes that cannot be decoded: cut off, damaged, or of another codec."""
+
+
+class ReplicaError(HpcllmError):
+    """Ranks that hold the same parameters no longer have the same bits."""
 
 
 class UserError(HpcllmError):

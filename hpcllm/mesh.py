@@ -40,6 +40,10 @@ class Mesh:
         world_rank = self.pp.group.Translate_ranks([stage], self.world.group)[0]
         return f"stage {stage} (rank {world_rank})"
 
+    def shares_node(self, stage: int) -> bool:
+        """Whether the rank of that stage in this rank's pipeline is on this rank's node."""
+        return bool(self.pp.group.Translate_ranks([stage], self.node.group)[0] != MPI.UNDEFINED)
+
 
 def mesh_sizes(ranks: int, mesh: MeshConfig) -> dict[str, int]:
     """Axis -> size for that many ranks, dp = 0 filled in. Raises MeshError if the product is not the ranks."""

@@ -24,7 +24,10 @@ from hpcllm.errors import HpcllmError
 from hpcllm.model.shapes import flops_per_token
 
 Record = dict[str, Any]
-Traffic = NDArray[np.float64]  # (3,): seconds waited, bytes of gradients sent, bytes sent along the pipeline
+KINDS = ("gradients", "forward", "backward")
+# seconds waited, seconds of sums behind computing; then bytes sent by kind, before and after the codec
+TRAFFIC = ("exposed_s", "hidden_s", *(f"{kind}_{what}" for kind in KINDS for what in ("plain_bytes", "bytes")))
+Traffic = NDArray[np.float64]  # (len(TRAFFIC),)
 
 
 @dataclass
@@ -86,7 +89,7 @@ class Pace:
     peak_tflops: float | None  # of one rank's device; None: not known, so no MFU
     steps: int = 0
     seconds: float = 0.0
-    traffic: Traffic = field(default_factory=lambda: np.zeros(3))  # summed over the ranks
+    traffic: Traffic = field(default_factory=lambda: np.zeros(len(TRAFFIC)))  # summed over the ranks
     all_steps: int = 0
     all_seconds: float = 0.0
 
@@ -105,8 +108,8 @@ class Pace:
     def take(self, step: int) -> Record:
         """The means over the steps since the last call, as keys of a record; bytes are a step's, over all ranks."""
         step_s = self.seconds / self.steps
-        waited_s, gradient_bytes, pipeline_bytes = (self.traffic / self.steps).tolist()
-        self.steps, self.seconds, self.traffic = 0, 0.0, np.zeros(3)
+        traffic = dict(zip(TRAFFIC, (self.traffic / self.steps).tolist(), strict=True))
+        self.steps, self.seconds, self.traffic = 0, 0.0, np.zeros(len(TRAFFIC))
         tokens_per_s = self.tokens_per_step / step_s
         flops = flops_per_token(self.config.model, self.config.data.sequence_length)
         tflops = flops * tokens_per_s / self.ranks / 1e12
@@ -114,10 +117,21 @@ class Pace:
         if self.peak_tflops:
             record["mfu"] = tflops / self.peak_tflops
         record |= {
-            "communication_share": waited_s / self.ranks / step_s,
+            "communication_share": traffic["exposed_s"] / self.ranks / step_s,
             "eta_s": (self.config.run.steps - step) * step_s,
         }
-        return record | {"gradient_bytes": gradient_bytes, "pipeline_bytes": pipeline_bytes}
+        return record | _traffic_record(traffic, self.ranks)
+
+
+def _traffic_record(traffic: dict[str, float], ranks: int) -> Record:
+    """Of one step: mean seconds of a rank; bytes over all ranks, and how many times fewer the codec made them."""
+    record = {f"communication_{what}": traffic[what] / ranks for what in ("exposed_s", "hidden_s")}
+    for kind in KINDS:
+        plain_bytes, sent_bytes = traffic[f"{kind}_plain_bytes"], traffic[f"{kind}_bytes"]
+        if sent_bytes:
+            record |= {f"{kind}_plain_bytes": plain_bytes, f"{kind}_bytes": sent_bytes}
+            record[f"{kind}_ratio"] = plain_bytes / sent_bytes
+    return record
 
 
 def open_log(folder: Path, first_step: int, steps: int, tensorboard: bool) -> Log:

@@ -22,7 +22,6 @@ from mpi4py import MPI
 from hpcllm.assemble import Parts, assemble
 from hpcllm.claim import claim_run
 from hpcllm.config import Config
-from hpcllm.data.sampler import read_batch
 from hpcllm.errors import HpcllmError, NonFiniteError
 from hpcllm.job import StopSignals
 from hpcllm.metrics import Log, Pace, Traffic, open_log, peak_memory_gb
@@ -30,7 +29,9 @@ from hpcllm.model.shapes import parameter_count
 from hpcllm.optim.adamw import set_learning_rate
 from hpcllm.optim.learning_rate import learning_rate
 from hpcllm.pipeline.schedules import bubble
+from hpcllm.replicas import check_replicas
 from hpcllm.resume import resume, save_run
+from hpcllm.step import forward_backward
 from hpcllm.summary import Summary
 from hpcllm.together import raise_together
 from hpcllm.validate import Validation, validate
@@ -63,14 +64,9 @@ def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: b
             began_s, traffic = time.perf_counter(), parts.traffic()
             rate = learning_rate(step, config.run.steps, config.optimizer)
             set_learning_rate(parts.adamw, rate)
-            inputs, targets = _my_samples(parts, position)
-            parts.gradients.zero()
-            local_loss = parts.engine.run(
-                parts.actions, inputs, targets, 1 / pace.tokens_per_step, lambda m: _arm(parts, m)
-            )
-            parts.gradients.finish()
+            local_loss = forward_backward(parts, step, position)
             traffic = parts.traffic() - traffic
-            agreed = _agree(parts, local_loss / pace.tokens_per_step, bool(signals.received), traffic)
+            agreed = _agree(parts, local_loss, bool(signals.received), traffic)
             if not (math.isfinite(agreed.loss) and math.isfinite(agreed.gradient_norm)):
                 raise _not_finite(parts, agreed, local_loss, step + 1, position, saved)
             _clip(parts, agreed.gradient_norm)
@@ -79,6 +75,8 @@ def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: b
             pace.add(time.perf_counter() - began_s, agreed.traffic)
 
             is_last = stopping or step == config.run.steps
+            if _due(step, config.communication.hash_every_steps):
+                check_replicas(parts.parameters, parts.mesh.dp, parts.control, step)
             if is_last or _due(step, config.log.every_steps):
                 _log_step(parts, log, pace, step, agreed, rate)
             if not is_last and _due(step, config.log.validation_every_steps):
@@ -98,20 +96,6 @@ def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: b
             checkpoint=saved,
             stopped_by=(signals.received or "another rank") if stopping else "",
         )
-
-
-def _arm(parts: Parts, microbatch: int) -> None:
-    if microbatch == parts.last_backward:
-        parts.gradients.arm()
-
-
-def _my_samples(parts: Parts, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets (microbatches, size, sequence): this replica's share of the samples from `position` on."""
-    data, dp = parts.config.data, parts.mesh.dp
-    share = data.global_batch // dp.size
-    rows = read_batch(parts.tokens, parts.sampler, data.sequence_length, position + dp.rank * share, share)
-    batch = torch.from_numpy(rows).view(parts.config.pipeline.microbatches, -1, data.sequence_length + 1)
-    return batch[..., :-1], batch[..., 1:].contiguous()
 
 
 def _agree(parts: Parts, loss: float, stop: bool, traffic: Traffic) -> Agreed:

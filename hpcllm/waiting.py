@@ -10,6 +10,7 @@ to answer, and inside one process it would hold up the thread that computes; so 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,9 +28,12 @@ LONGEST_SLEEP_S = 500e-6
 
 @dataclass
 class Waits:
-    """Waits of one kind of traffic: their limit, and the seconds they have taken so far."""
+    """Waits of one kind of traffic: their limit, and the seconds they have taken so far.
 
-    limit_s: float
+    limit_s: None waits as MPI itself does: for ever, and on a core of its own.
+    """
+
+    limit_s: float | None
     total_s: float = 0.0
 
     def all(self, requests: Sequence[MPI.Request], what: Callable[[], str]) -> None:
@@ -37,11 +41,22 @@ class Waits:
 
         Raises StallError. Releases the GIL between tests.
         """
-        if not requests or MPI.Request.Testall(requests):
+        if not requests:
+            return
+        if self.limit_s is not None:
+            self.until(lambda: MPI.Request.Testall(requests), what)
+            return
+        start = time.perf_counter()
+        MPI.Request.Waitall(requests)
+        self.total_s += time.perf_counter() - start
+
+    def until(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Return when done() says so, asked again and again. Raises StallError."""
+        if done():
             return
         start = time.perf_counter()
         try:
-            _poll(requests, what, start + self.limit_s, self.limit_s)
+            _poll(done, what, start, self.limit_s)
         finally:
             self.total_s += time.perf_counter() - start
 
@@ -49,18 +64,24 @@ class Waits:
         self, comm: MPI.Intracomm, values: NDArray[Any], what: Callable[[], str], op: MPI.Op = MPI.SUM
     ) -> None:
         """The MPI library's allreduce of `values`, in place. Collective over comm. Raises StallError."""
+        if self.limit_s is None:
+            comm.Allreduce(MPI.IN_PLACE, values, op)
+            return
         self.all([comm.Iallreduce(MPI.IN_PLACE, values, op)], what)
 
 
-def _poll(requests: Sequence[MPI.Request], what: Callable[[], str], deadline: float, limit_s: float) -> None:
+def _poll(done: Callable[[], bool], what: Callable[[], str], start: float, limit_s: float | None) -> None:
     polls, sleep_s = 0, 0.0
-    while not MPI.Request.Testall(requests):
+    while not done():
         if polls >= POLLS_BEFORE_SLEEP:
-            if time.perf_counter() > deadline:
+            if limit_s is not None and time.perf_counter() > start + limit_s:
                 raise StallError(
                     f"rank {MPI.COMM_WORLD.rank}: waited {limit_s:g} s for {what()}; "
                     "look for an earlier message of that rank, or raise limits.stall_s"
                 )
             sleep_s = min(max(2 * sleep_s, SHORTEST_SLEEP_S), LONGEST_SLEEP_S)
-        time.sleep(sleep_s)
+        if sleep_s:
+            time.sleep(sleep_s)
+        else:
+            os.sched_yield()  # under a microsecond; sleep(0) takes the kernel's timer slack, 50 us and more
         polls += 1

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hpcllm import config
 from hpcllm.config import RULES, Config, ModelConfig, from_tables, parse, to_tables
 from hpcllm.errors import ConfigError
+from hpcllm.policy import POLICIES
 
 SECTIONS = {f.name: f.default_factory for f in dataclasses.fields(Config)}
 KEYS = {f"{name}.{f.name}": f for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)}
@@ -58,7 +59,11 @@ def valid_tables(draw) -> dict:
         },
         "pipeline": {"schedule": draw(st.sampled_from(["gpipe", "1f1b"])), "microbatches": draw(st.integers(1, 99))},
         "optimizer": {"learning_rate": draw(positive), "beta1": draw(fractions), "final_fraction": draw(fractions)},
-        "communication": {"gradients": draw(st.sampled_from(["raw", "bf16"])), "bucket_mib": draw(positive)},
+        "communication": {
+            "gradients": draw(st.sampled_from(["", "raw", "int8:64:sr", "zfp:12", "int4:128+ef"])),
+            "policy": draw(st.sampled_from(list(POLICIES))),
+            "bucket_mib": draw(positive),
+        },
         "checkpoint": {"every_steps": draw(st.integers(0, 99)), "keep": draw(st.integers(1, 9))},
         "log": {"every_steps": draw(st.integers(1, 99)), "tensorboard": draw(st.booleans())},
         "limits": {"stall_s": draw(positive)},
@@ -166,7 +171,14 @@ def test_words_of_the_command_line(override, key, value):
             ["sequence_length = 257", "max_sequence = 256"],
         ),
         ({"model": {"layers": 4}, "mesh": {"pp": 5}}, ["pp = 5", "layers = 4", "1 to 4"]),
-        ({"communication": {"algorithm": "native", "gradients": "bf16"}}, ["gradients = 'bf16'", "'ring'"]),
+        ({"communication": {"algorithm": "native", "gradients": "bf16"}}, ["algorithm = 'native'", "'bf16'", "'raw'"]),
+        ({"communication": {"algorithm": "node_window", "policy": "zhybrid"}}, ["'node_window'", "'zfp:8'", "'auto'"]),
+        ({"communication": {"gradients": "int9"}}, ["gradients = 'int9'", "int8:256"]),
+        ({"communication": {"forward": "int8:100"}}, ["forward = 'int8:100'", "int8:32 to int8:4096"]),
+        ({"communication": {"backward": "int8+ef"}}, ["backward = 'int8+ef'", "'int8:256'"]),
+        ({"communication": {"gradients": "exp+ef"}}, ["gradients = 'exp+ef'", "'exp'"]),
+        ({"communication": {"forward": "int4:64:sr"}}, ["forward = 'int4:64:sr'", "'int4:64'"]),
+        ({"communication": {"parameters": "exp"}}, ["parameters = 'exp'", "'raw'"]),
     ],
 )
 def test_a_wrong_file_is_refused_with_key_value_and_what_is_valid(tables, said):

@@ -23,7 +23,7 @@ durations = st.lists(st.tuples(st.floats(1e-3, 10), st.floats(0, 1)), min_size=1
 def record(step: int) -> dict:
     numbers = {"loss": 2.5, "learning_rate": 1e-3, "grad_norm": 1.0, "memory_gb": 0.5}
     pace = Pace(CONFIG, ranks=2, peak_tflops=None)
-    pace.add(0.5, np.array([0.2, 3e6, 5e6]))
+    pace.add(0.5, np.array([0.2, 0, 0, 0, 0, 0, 0, 0]))
     return {"step": step} | numbers | pace.take(step)
 
 
@@ -37,7 +37,7 @@ def test_pace_gives_means_since_the_last_time_and_over_all(intervals, ranks, pea
     pace = Pace(CONFIG, ranks, peak)
     for interval in intervals:
         for step_s, share in interval:
-            pace.add(step_s, np.array([share * step_s * ranks, 1e6, 2e6]))
+            pace.add(step_s, np.array([share * step_s * ranks, 0.5 * ranks, 4e6, 1e6, 2e6, 2e6, 0, 0]))
         total_s = sum(step_s for step_s, _ in interval)
         found = pace.take(40)
         mean_s = total_s / len(interval)
@@ -47,7 +47,10 @@ def test_pace_gives_means_since_the_last_time_and_over_all(intervals, ranks, pea
         assert found["eta_s"] == pytest.approx(60 * mean_s)
         tflops = flops_per_token(CONFIG.model, 32) * 6 * 32 / mean_s / ranks / 1e12
         assert found["tflops_per_device"] == pytest.approx(tflops)
-        assert (found["gradient_bytes"], found["pipeline_bytes"]) == (1e6, 2e6)
+        assert found["communication_hidden_s"] == pytest.approx(0.5)
+        sent = {key: value for key, value in found.items() if key.startswith(("gradients", "forward", "backward"))}
+        gradients = {"gradients_plain_bytes": 4e6, "gradients_bytes": 1e6, "gradients_ratio": 4}
+        assert sent == {**gradients, "forward_plain_bytes": 2e6, "forward_bytes": 2e6, "forward_ratio": 1}
         assert found.get("mfu") == (pytest.approx(tflops / peak) if peak else None)
     everything = [step_s for interval in intervals for step_s, _ in interval]
     assert pace.mean_tokens_per_s == pytest.approx(len(everything) * 6 * 32 / sum(everything))

@@ -1,46 +1,23 @@
 """Codecs: values <-> bytes on the wire. They never see a communicator.
 
-    values (n,) float32  --encode-->  encoded_bytes(n) uint8  --decode-->  values (n,) float32
-
-Fixed rate: n values always take encoded_bytes(n), so a receiver can post its receive before anything is sent.
+Names are in names.py, which is pure; the rest imports torch, and does so when it is first asked for.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    from hpcllm.codecs.catalogue import find_codec
+    from hpcllm.codecs.protocol import Codec
 
-from hpcllm.codecs.cast import BF16
-from hpcllm.codecs.raw import RAW
-
-
-class Codec(Protocol):
-    """What a collective asks of a codec; all tensors are contiguous, on one device."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def lossless(self) -> bool: ...
-
-    def encoded_bytes(self, n: int) -> int:
-        """Bytes that n values take."""
-        ...
-
-    def encode(self, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """(n,) float32 -> its bytes: written to `out` (at least encoded_bytes(n) uint8), or `values`' own memory."""
-        ...
-
-    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """(encoded_bytes(n),) uint8 -> out (n,) float32."""
-        ...
-
-    def decode_add(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """out += the decoded values, in fp32."""
-        ...
+__all__ = ["Codec", "find_codec"]
+_HOME = {"find_codec": "hpcllm.codecs.catalogue", "Codec": "hpcllm.codecs.protocol"}
 
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (RAW, BF16)}
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
 
-__all__ = ["BF16", "CODECS", "RAW", "Codec"]
+    return getattr(import_module(_HOME[name]), name)

@@ -1,43 +1,38 @@
 """Collectives over (array, communicator, codec): MPI moves bytes, we reduce. They know no model.
 
-`allreduce` is the front door; each algorithm is one short file beside it.
+operations.py has the front doors; each algorithm is one short file. cost.py is pure; the rest imports torch and MPI,
+and does so when it is first asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-import torch
-from mpi4py import MPI
+if TYPE_CHECKING:
+    from hpcllm.collectives.group import Group, group_of
+    from hpcllm.collectives.nonblocking import Handle, iallgather, iallreduce, ialltoall, ibroadcast, ireduce_scatter
+    from hpcllm.collectives.operations import allgather, allreduce, alltoall, broadcast, chunk_range, reduce_scatter
+    from hpcllm.collectives.window import shared_zeros
 
-from hpcllm.codecs import RAW, Codec
-from hpcllm.collectives.native import native_allreduce
-from hpcllm.collectives.ring import ring_allreduce, ring_scratch_bytes
-from hpcllm.waiting import Waits
-
-ALGORITHMS: dict[str, Callable[..., int]] = {"ring": ring_allreduce, "native": native_allreduce}
-
-
-def allreduce(
-    x: torch.Tensor,
-    comm: MPI.Intracomm,
-    codec: Codec = RAW,
-    algorithm: str = "ring",
-    waits: Waits | None = None,
-    scratch: torch.Tensor | None = None,
-) -> int:
-    """Sum x over comm, in place; every rank ends with the same bits, and with the same bits in every run.
-
-    x: (n,) float32, contiguous, any n >= 0, the same n on every rank. waits: limit of each wait (default 600 s).
-    scratch: (ring_scratch_bytes(n, comm.size, codec),) uint8 to work in; allocated where it is not given. Returns the
-    bytes that this rank sent, 0 where the library does not say. Collective over comm.
-    Raises ValueError for another dtype, shape or algorithm, StallError past the limit.
-    """
-    if x.dtype != torch.float32 or x.dim() != 1 or not x.is_contiguous():
-        raise ValueError(f"allreduce takes a contiguous (n,) float32 tensor, not {tuple(x.shape)} {x.dtype}")
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm {algorithm!r} is unknown; valid: {', '.join(ALGORITHMS)}")
-    return ALGORITHMS[algorithm](x, comm, codec, waits or Waits(limit_s=600.0), scratch)
+_HOME = {
+    **dict.fromkeys(("Group", "group_of"), "group"),
+    **dict.fromkeys(
+        ("Handle", "iallgather", "iallreduce", "ialltoall", "ibroadcast", "ireduce_scatter"), "nonblocking"
+    ),
+    **dict.fromkeys(
+        ("allgather", "allreduce", "alltoall", "broadcast", "chunk_range", "reduce_scatter"), "operations"
+    ),
+    "shared_zeros": "window",
+}
+__all__ = [
+    "Group", "Handle", "allgather", "allreduce", "alltoall", "broadcast", "chunk_range", "group_of", "iallgather",
+    "iallreduce", "ialltoall", "ibroadcast", "ireduce_scatter", "reduce_scatter", "shared_zeros",
+]  # fmt: skip
 
 
-__all__ = ["ALGORITHMS", "allreduce", "ring_scratch_bytes"]
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"hpcllm.collectives.{_HOME[name]}"), name)

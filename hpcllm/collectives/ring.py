@@ -1,132 +1,221 @@
-"""`ring`: reduce-scatter, then all-gather, each rank talking to its two neighbours only.
+"""`ring`: each rank sends to its right neighbour only and receives from its left one.
 
     x is cut into one chunk a rank. At each hop every rank sends a chunk to the right and receives one from the left:
 
-    hop          0      1     |  2      3          3 ranks; rank r sends chunk r - hop
-    rank 0 sends c0     c2+   |  c1     c0         + a partial sum; after the bar chunks are complete
-    rank 1 sends c1     c0+   |  c2     c1
-    rank 2 sends c2     c1+   |  c0     c2
-                 reduce-scatter  all-gather
+    hop          0      1     |  2      3          3 ranks; rank r ends the first half with the sum of chunk r
+    rank 0 sends c2     c1+   |  c0     c2         + a partial sum; after the bar chunks are complete
+    rank 1 sends c0     c2+   |  c1     c0
+    rank 2 sends c1     c0+   |  c2     c1
+                 reduce-scatter  all-gather        allreduce is both, and either half stands alone
 
-Bytes sent by a rank: 2 (n - 1) / n of x, the least any allreduce can send; messages: 2 (n - 1) a lane. A chunk travels
-in lanes of about a megabyte that take turns, so that the sum of one lane runs while the others are on the wire.
+Bytes sent by a rank: (n - 1) / n of x in each half, the least that can be; messages: n - 1 a lane in each half. A chunk
+travels in lanes of about a megabyte that take turns, so that the sum of one lane runs while the others are on the wire.
 
-Same bits everywhere: a chunk's sum runs in ring order starting at its own rank and ends at one owner, who encodes it
-once and uses the decoded value itself; the others forward those bytes as they came.
+Same bits everywhere: a chunk's sum runs in ring order and ends at one owner, who encodes it once and uses the decoded
+value itself; the others forward those bytes as they came. With a lossy codec, or values of 16 bits, each hop of the
+reduce-scatter rounds a partial sum, so the error grows with the ranks.
 Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", section 3.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from mpi4py import MPI
 
-from hpcllm import buffers
-from hpcllm.codecs import RAW, Codec
-from hpcllm.waiting import Waits
+from hpcllm.codecs.protocol import Codec
+from hpcllm.collectives.chunks import chunk_range, piece_range
+from hpcllm.collectives.group import Group
+from hpcllm.collectives.wire import padded
 
 LANE_BYTES = 1 << 20
 
 
-def ring_allreduce(
-    x: torch.Tensor, comm: MPI.Intracomm, codec: Codec, waits: Waits, scratch: torch.Tensor | None = None
-) -> int:
-    """Sum x (n,) float32 over comm in place, any n. Returns the bytes that this rank sent. Collective over comm.
+def ring_allreduce(x: torch.Tensor, group: Group, codec: Codec) -> None:
+    """Sum x (n,) over the group in place, any n. Collective over group. Raises StallError, CodecError."""
+    if group.size == 1 or x.numel() == 0:
+        return
+    start, end = chunk_range(x.numel(), group.size, group.rank)
+    ring = _Ring(x, x[start:end], x, group, codec)
+    ring.reduce_scatter()
+    ring.allgather()
+    ring.finish()
 
-    With a lossy codec each hop of the reduce-scatter rounds a partial sum, so the error grows with the ranks.
+
+def ring_reduce_scatter(x: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec) -> None:
+    """x (n,) -> out: this rank's chunk of the sum. Collective over group. Raises StallError, CodecError."""
+    if group.size == 1 or x.numel() == 0:
+        out.copy_(x)
+        return
+    ring = _Ring(x, out, x, group, codec)
+    ring.reduce_scatter()
+    ring.finish()
+
+
+def ring_allgather(part: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec) -> None:
+    """part (own chunk,), which may be out's own chunk -> out (n,), any n. Collective over group.
+
+    Everyone, the owner included, gets the decoded values. Raises StallError, CodecError.
     """
-    if comm.size == 1 or x.numel() == 0:
-        return 0
-    if scratch is None:
-        scratch = torch.empty(ring_scratch_bytes(x.numel(), comm.size, codec), dtype=torch.uint8)
-    lanes = [_Lane(lane, x, comm, codec, waits, scratch) for lane in range(_lane_count(x.numel(), comm.size))]
-    for lane in lanes:
-        lane.start()
-    for hop in range(2 * (comm.size - 1)):
-        for lane in lanes:
-            lane.advance(hop)
-    for lane in lanes:
-        lane.finish()
-    return sum(lane.sent_bytes for lane in lanes)
+    start, end = chunk_range(out.numel(), group.size, group.rank)
+    if part.data_ptr() != out[start:].data_ptr():
+        out[start:end].copy_(part)
+    if group.size == 1 or out.numel() == 0:
+        return
+    ring = _Ring(out, out[start:end], out, group, codec)
+    ring.allgather()
+    ring.finish()
 
 
-def ring_scratch_bytes(n: int, ranks: int, codec: Codec) -> int:
-    """Bytes of scratch that ring_allreduce of n values needs: two slots a lane."""
-    return 2 * _lane_count(n, ranks) * codec.encoded_bytes(_longest_part(n, ranks))
+class _Ring:
+    """The lanes of one call. addends (n,): this rank's; total: where the sum of its chunk goes; out (n,): the result."""
 
+    def __init__(
+        self, addends: torch.Tensor, total: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec
+    ) -> None:
+        self.addends, self.total, self.out, self.group, self.codec = addends, total, out, group, codec
+        n = addends.numel()
+        self.chunks = [chunk_range(n, group.size, rank) for rank in range(group.size)]
+        longest = max(end - start for start, end in self.chunks)
+        self.lane_count = max(1, round(4 * longest / LANE_BYTES))
+        longest_part = -(-longest // self.lane_count) + codec.block
+        self.slot_bytes = padded(codec.encoded_bytes(min(longest_part, longest)))
+        self.lanes = [_Lane(lane, self) for lane in range(self.lane_count)]
 
-def _lane_count(n: int, ranks: int) -> int:
-    return max(1, round(4 * n / ranks / LANE_BYTES))
+    def reduce_scatter(self) -> None:
+        for lane in self.lanes:
+            lane.start_sum()
+        for hop in range(self.group.size - 1):
+            for lane in self.lanes:
+                lane.add(hop)
 
+    def allgather(self) -> None:
+        for lane in self.lanes:
+            lane.start_gather()
+        for hop in range(self.group.size - 1):
+            for lane in self.lanes:
+                lane.take(hop)
 
-def _longest_part(n: int, ranks: int) -> int:
-    longest_chunk = math.ceil(n / ranks)
-    return math.ceil(longest_chunk / _lane_count(n, ranks))
+    def finish(self) -> None:
+        for lane in self.lanes:
+            lane.wait_sent()
 
 
 class _Lane:
     """One part of every chunk on its way around the ring."""
 
-    def __init__(
-        self, lane: int, x: torch.Tensor, comm: MPI.Intracomm, codec: Codec, waits: Waits, scratch: torch.Tensor
-    ) -> None:
-        self.lane, self.x, self.comm, self.codec, self.waits = lane, x, comm, codec, waits
-        self.lanes = _lane_count(x.numel(), comm.size)
-        self.left, self.right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-        slot_bytes = codec.encoded_bytes(_longest_part(x.numel(), comm.size))
-        self.slot, self.spare = scratch[2 * lane * slot_bytes :][: 2 * slot_bytes].view(2, slot_bytes)
+    def __init__(self, lane: int, ring: _Ring) -> None:
+        self.lane, self.ring, self.group, self.codec = lane, ring, ring.group, ring.codec
+        self.left, self.right = (self.group.rank - 1) % self.group.size, (self.group.rank + 1) % self.group.size
+        slots = self.group.wire.scratch("ring", 2 * ring.lane_count * ring.slot_bytes)
+        start = 2 * lane * ring.slot_bytes
+        self.slot, self.spare = slots[start : start + 2 * ring.slot_bytes].view(2, ring.slot_bytes).unbind()
+        self.raw = self.codec.name == "raw"
         self.sending: list[MPI.Request] = []
-        self.receiving: list[MPI.Request] = []
-        self.sent_bytes = 0
 
-    def start(self) -> None:
-        self._receive(0)
-        self._send(self.codec.encode(self._part(self.comm.rank), self.spare))
+    def start_sum(self) -> None:
+        self._receive(self.group.rank - 2, self.slot)
+        first = self._part(self.group.rank - 1, self.ring.addends)
+        self._send(self._encode(first, self.group.rank - 1), first)
 
-    def advance(self, hop: int) -> None:
-        """Take in what hop brought, pass it on as the next hop's message."""
-        self.waits.all(self.receiving, lambda: self._name(hop, "from", self.left))
-        self.waits.all(self.sending, lambda: self._name(hop, "to", self.right))  # its memory is reused below
-        part, data = self._part(self._received_chunk(hop)), self.landing
-        last_sum = self.comm.size - 2
-        if hop <= last_sum:
-            self.codec.decode_add(data, part)
-            data = self.codec.encode(part, self.spare)
-        if hop >= last_sum:
+    def add(self, hop: int) -> None:
+        """Add this rank's addend to the partial sum that hop brought, and pass it on."""
+        chunk = self.group.rank - hop - 2
+        own = self._part(chunk, self.ring.addends)
+        data = self._arrived(own, hop, "sum")
+        if hop == self.group.size - 2:
+            self._complete(data, own)
+            return
+        values = self._partial(data, own)
+        data = self._encode(values, chunk)
+        if self.raw:
+            self.slot, self.spare = self.spare, self.slot  # the partial sum is where it landed
+        self._receive(chunk - 1, self.slot)
+        self._send(data, values)
+
+    def start_gather(self) -> None:
+        own = self._part(self.group.rank, self.ring.out)
+        self._receive(self.group.rank - 1, self._place(self.group.rank - 1))
+        data = self._encode(own, self.group.rank)
+        self._send(data, own)
+        if own.numel() and not self.codec.lossless:
+            self.codec.decode(data, own)
+
+    def take(self, hop: int) -> None:
+        """Pass on the bytes that hop brought, then decode them."""
+        chunk = self.group.rank - hop - 1
+        part = self._part(chunk, self.ring.out)
+        data = self._arrived(part, hop, "gather")
+        if hop < self.group.size - 2:
+            self.slot, self.spare = self.spare, self.slot
+            self._receive(chunk - 1, self._place(chunk - 1))
+            self._send(data, part)
+        if part.numel():
             self.codec.decode(data, part)
-        if hop > last_sum:
-            self.slot, self.spare = self.spare, self.slot  # these bytes travel on while the next land beside them
-        if hop < 2 * self.comm.size - 3:
-            self._receive(hop + 1)
-            self._send(data)
 
-    def finish(self) -> None:
-        self.waits.all(self.sending, lambda: self._name(2 * self.comm.size - 3, "to", self.right))
+    def wait_sent(self) -> None:
+        self.group.wire.waits.all(self.sending, lambda: f"the end of a ring, to {self.group.name(self.right)}")
 
-    def _receive(self, hop: int) -> None:
-        part = self._part(self._received_chunk(hop))
-        if hop >= self.comm.size - 1 and self.codec is RAW:
-            self.landing = buffers.as_bytes(part)  # complete and uncoded: straight to its place
+    def _partial(self, data: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """data's values + own, rounded to dtype; raw ones where data is."""
+        if self.raw:
+            return data.view(own.dtype).add_(own)  # of 16 bits: torch adds in fp32 and rounds once
+        total = self._sum(data, own, self._scratch("total", own, torch.float32))
+        return total if own.dtype == torch.float32 else self._scratch("rounded", own, own.dtype).copy_(total)
+
+    def _complete(self, data: torch.Tensor, own: torch.Tensor) -> None:
+        first, last = self._piece(self.group.rank)
+        result = self.ring.total[first:last]
+        if self.raw:
+            torch.add(data.view(own.dtype), own, out=result)
+        elif own.dtype == torch.float32:
+            self._sum(data, own, result)
         else:
-            self.landing = self.slot[: self.codec.encoded_bytes(part.numel())]
-        self.receiving = buffers.irecv(self.comm, self.landing, self.left, self.lane)
+            result.copy_(self._sum(data, own, self._scratch("total", own, torch.float32)))
 
-    def _send(self, data: torch.Tensor) -> None:
-        self.sending = buffers.isend(self.comm, data, self.right, self.lane)
-        self.sent_bytes += data.numel()
+    def _sum(self, data: torch.Tensor, own: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        if total.data_ptr() != own.data_ptr():
+            total.copy_(own)
+        if own.numel():
+            self.codec.decode_add(data, total)
+        return total
 
-    def _received_chunk(self, hop: int) -> int:
-        return (self.comm.rank - hop - 1) % self.comm.size
+    def _scratch(self, name: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self.group.wire.scratch(f"ring {name}", like.numel() * dtype.itemsize).view(dtype)
 
-    def _part(self, chunk: int) -> torch.Tensor:
-        """This lane's share of a chunk of x."""
-        n, ranks = self.x.numel(), self.comm.size
-        start, end = n * chunk // ranks, n * (chunk + 1) // ranks
-        first, last = ((end - start) * lane // self.lanes for lane in (self.lane, self.lane + 1))
-        return self.x[start + first : start + last]
+    def _encode(self, values: torch.Tensor, chunk: int) -> torch.Tensor:
+        if not values.numel():
+            return self.spare[:0]
+        ranks, n = self.group.size, self.ring.addends.numel()
+        index = self.group.rank * n + self.ring.chunks[chunk % ranks][0] + self._piece(chunk)[0]
+        return self.codec.encode(values, self.spare, index)
 
-    def _name(self, hop: int, way: str, peer: int) -> str:
-        world_rank = self.comm.group.Translate_ranks([peer], MPI.COMM_WORLD.group)[0]
-        return f"hop {hop} of a ring sum over {self.comm.size} ranks, {way} rank {world_rank}, lane {self.lane}"
+    def _piece(self, chunk: int) -> tuple[int, int]:
+        """This lane's part of a chunk, counted from the chunk's start."""
+        start, end = self.ring.chunks[chunk % self.group.size]
+        return piece_range(end - start, self.ring.lane_count, self.codec.block, self.lane)
+
+    def _part(self, chunk: int, x: torch.Tensor) -> torch.Tensor:
+        start = self.ring.chunks[chunk % self.group.size][0]
+        first, last = self._piece(chunk)
+        return x[start + first : start + last]
+
+    def _place(self, chunk: int) -> torch.Tensor:
+        """Where a complete chunk may land: uncoded, that is its place in the result."""
+        return self._part(chunk, self.ring.out).view(torch.uint8) if self.raw else self.slot
+
+    def _receive(self, chunk: int, memory: torch.Tensor) -> None:
+        first, last = self._piece(chunk)
+        self.landing = memory[: self.codec.encoded_bytes(last - first) if first < last else 0]
+        self.receiving = self.group.wire.receive(self.group.comm, self.landing, self.left, self.lane)
+
+    def _arrived(self, part: torch.Tensor, hop: int, half: str) -> torch.Tensor:
+        """The encoding of `part` that hop brought, once what this lane has sent is gone."""
+        group, what = self.group, f"hop {hop} of a ring {half} over {self.group.size} ranks"
+        group.wire.waits.all(self.receiving, lambda: f"{what}, from {group.name(self.left)}, lane {self.lane}")
+        group.wire.waits.all(self.sending, lambda: f"{what}, to {group.name(self.right)}, lane {self.lane}")
+        if self.codec.fixed_rate or not part.numel():
+            return self.landing
+        return self.landing[: self.codec.used_bytes(self.landing, part.numel())]
+
+    def _send(self, data: torch.Tensor, values: torch.Tensor) -> None:
+        self.sending = self.group.wire.send(self.group.comm, data, self.right, self.lane, values.nbytes)

@@ -1,4 +1,4 @@
-"""One thread that sums while the backward pass still runs.
+"""One thread a process that sums while the caller computes.
 
     main thread     B7 ... grads of bucket 0 ready ... bucket 1 ready ...         wait for all
                               | submit                  | submit
@@ -14,43 +14,59 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from mpi4py import MPI
+
+T = TypeVar("T")
+
+
+def can_thread() -> bool:
+    """Whether MPI may be called from the worker thread while the main thread calls it too."""
+    return MPI.Query_thread() >= MPI.THREAD_MULTIPLE
+
+
+def run_in_order(job: Callable[[], T], threaded: bool) -> Future[T]:
+    """Run `job` after all earlier ones, in the worker thread or, not threaded, before this returns."""
+    if threaded:
+        return _thread().submit(job)
+    future: Future[T] = Future()
+    try:
+        future.set_result(job())
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
 
 @dataclass
 class Worker:
     """Runs jobs in order; `finish` waits for all of them and raises what the first failed one raised."""
 
-    threaded: bool = field(default_factory=lambda: MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
+    threaded: bool = field(default_factory=can_thread)
     exposed_s: float = 0.0  # seconds in which nobody computed because a job was not done
-    _thread: ThreadPoolExecutor | None = None
     _pending: list[Future[None]] = field(default_factory=list)
     _failure: BaseException | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
-        if self.threaded:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "collectives", initializer=_one_thread)
-            self._pending.append(self._thread.submit(self._run, job))
-        else:
-            start = time.perf_counter()
-            self._run(job)
+        start = time.perf_counter()
+        self._pending.append(run_in_order(lambda: self._run(job), self.threaded))
+        if not self.threaded:
             self.exposed_s += time.perf_counter() - start
 
     def finish(self) -> None:
         """Return when every job is done; raises what the first failed one raised."""
         start = time.perf_counter()
-        wait(self._pending)
-        self._pending.clear()
+        self.close()
         self.exposed_s += time.perf_counter() - start
         if self._failure:
             raise self._failure
 
     def close(self) -> None:
-        if self._thread:
-            self._thread.shutdown()
+        """Return when every job is done."""
+        wait(self._pending)
+        self._pending.clear()
 
     def _run(self, job: Callable[[], None]) -> None:
         if self._failure:
@@ -61,6 +77,7 @@ class Worker:
             self._failure = error
 
 
-def _one_thread() -> None:
-    """Sums must not bring a second team of OpenMP threads to the cores that the backward pass uses."""
-    torch.set_num_threads(1)
+@lru_cache(maxsize=1)
+def _thread() -> ThreadPoolExecutor:
+    """Its sums must not bring a second team of OpenMP threads to the cores that the backward pass uses."""
+    return ThreadPoolExecutor(1, "collectives", initializer=lambda: torch.set_num_threads(1))

@@ -1,36 +1,49 @@
 """Flat gradient buckets, summed over the replicas while the backward pass still runs.
 
-    parameters in forward order    p0  p1  p2  p3  p4  p5
-    buckets, last one first        [     2    ][  1  ][ 0 ]   each a flat float32 tensor; p.grad is a view of it
+    parameters in forward order    e0  w1  n1  w2  n2  w3      e, n: always exact (embeddings, norms, biases)
+    coded buckets, last one first      [   1   ][   0   ]      w:    by the codec of gradients
+    exact buckets                  [  2  : e0 n1 n2 ]          each a flat float32 tensor; p.grad is a view of it
 
 Autograd adds every microbatch straight into the views. In the last microbatch's backward pass a hook counts the
 parameters whose gradient is final; a complete bucket goes to the worker thread, in bucket order, so that all replicas
 sum the same bucket at the same time. An embedding that first and last stage share comes last: it is summed over the
-replicas, then over the two ends of the pipeline.
+replicas, then over the two ends of the pipeline. Buckets of ranks on one node lie in memory that the node shares.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from hpcllm.codecs import Codec
-from hpcllm.collectives import allreduce, ring_scratch_bytes
+from hpcllm.collectives import Group
 from hpcllm.collectives.worker import Worker
-from hpcllm.mesh import Mesh
-from hpcllm.waiting import Waits
+from hpcllm.optim.summation import Summation
+from hpcllm.policy import is_exact
 
 
 @dataclass
 class Bucket:
     names: list[str]
     gradients: torch.Tensor  # (sum of sizes,) float32
+    summation: Summation
     shared: bool  # the tied embedding, of which the other end of the pipeline has a copy
     missing: int = 0  # parameters whose gradient is not final yet
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketPlan:
+    """What decides the buckets of a stage; equal on all replicas of it."""
+
+    bucket_bytes: float
+    codec: str  # of gradients that may be coded
+    exact: str  # words that make a parameter's gradient exact
+    algorithm: str
+    seed: int
 
 
 @dataclass
@@ -38,13 +51,10 @@ class GradientBuckets:
     """The gradients of one stage's parameters and their sum over dp, for a shared embedding over the ends too."""
 
     buckets: list[Bucket]
-    mesh: Mesh
-    codec: Codec
-    algorithm: str
-    waits: Waits
     worker: Worker = field(default_factory=Worker)
-    sent_bytes: int = 0
-    _scratch: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    sum_s: float = 0.0  # seconds in which the worker summed
+    _step: int = 0
+    _exact: bool = False
     _next: int = 0
     _armed: bool = False
 
@@ -52,9 +62,9 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.gradients.zero_()
 
-    def arm(self) -> None:
+    def arm(self, step: int, exact: bool) -> None:
         """From here on a final gradient counts: call before the backward pass of the last microbatch."""
-        self._armed, self._next = True, 0
+        self._armed, self._next, self._step, self._exact = True, 0, step, exact
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
 
@@ -84,32 +94,32 @@ class GradientBuckets:
             self.worker.submit(partial(self._sum, bucket))
 
     def _sum(self, bucket: Bucket) -> None:
-        for comm in (self.mesh.dp, self.mesh.ends) if bucket.shared else (self.mesh.dp,):
-            arguments = (self.codec, self.algorithm, self.waits, self._scratch)
-            self.sent_bytes += allreduce(bucket.gradients, comm, *arguments)
+        start = time.perf_counter()
+        bucket.summation.run(bucket.gradients, self._step, self._exact)
+        self.sum_s += time.perf_counter() - start
 
 
 def make_buckets(
     parameters: Mapping[str, torch.nn.Parameter],
     shared: str | None,
-    bucket_bytes: float,
-    mesh: Mesh,
-    codec: Codec,
-    algorithm: str,
-    waits: Waits,
+    plan: BucketPlan,
+    replicas: Group,
+    ends: Group,
+    memory: Callable[[int], torch.Tensor] = torch.zeros,
 ) -> GradientBuckets:
-    """Lay the gradients of `parameters` (in forward order) out in buckets of about bucket_bytes and hook them up.
+    """Lay the gradients of `parameters` (in forward order) out in buckets and hook them up.
 
-    shared: the parameter of which the other end of the pipeline has a copy, if there is one.
+    shared: the parameter of which the other end of the pipeline has a copy, if there is one. memory: n -> (n,) float32
+    of zeros; collective over replicas where it takes memory that a node shares.
     """
-    groups = _group({name: p.numel() for name, p in parameters.items() if name != shared}, bucket_bytes / 4)
-    if shared:
-        groups.append([shared])
-    buckets = [Bucket(names, _flatten(parameters[n] for n in names), names == [shared]) for names in groups]
-    largest = max(bucket.gradients.numel() for bucket in buckets)
-    scratch_bytes = max(ring_scratch_bytes(largest, comm.size, codec) for comm in (mesh.dp, mesh.ends))
-    scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
-    result = GradientBuckets(buckets, mesh, codec, algorithm, waits, _scratch=scratch)
+    buckets = []
+    for number, names in enumerate(_groups(parameters, shared, plan)):
+        gradients = _flatten((parameters[name] for name in names), memory)
+        codec = "raw" if is_exact(names[0], plan.exact) else plan.codec
+        over = (replicas, ends) if names == [shared] else (replicas,)
+        summation = Summation(over, codec, plan.algorithm, (plan.seed, number))
+        buckets.append(Bucket(names, gradients, summation, names == [shared]))
+    result = GradientBuckets(buckets)
     for index, bucket in enumerate(buckets):
         for name in bucket.names:
             _on_final_gradient(parameters[name], partial(result.ready, index))
@@ -119,6 +129,16 @@ def make_buckets(
 def _on_final_gradient(parameter: torch.nn.Parameter, call: Callable[[], None]) -> None:
     """Call after each backward pass that added to the parameter's .grad."""
     parameter.register_post_accumulate_grad_hook(lambda _: call())  # type: ignore[no-untyped-call]
+
+
+def _groups(parameters: Mapping[str, torch.nn.Parameter], shared: str | None, plan: BucketPlan) -> list[list[str]]:
+    """Names of each bucket, in the order in which the backward pass completes the buckets; the shared one last."""
+    sizes = {name: p.numel() for name, p in parameters.items() if name != shared}
+    kinds = [{n: size for n, size in sizes.items() if is_exact(n, plan.exact) is exact} for exact in (False, True)]
+    groups = [group for kind in kinds for group in _group(kind, plan.bucket_bytes / 4)]
+    place = {name: number for number, name in enumerate(reversed(sizes))}
+    groups.sort(key=lambda names: place[names[-1]])
+    return [*groups, [shared]] if shared else groups
 
 
 def _group(sizes: dict[str, int], bucket_values: float) -> list[list[str]]:
@@ -134,10 +154,10 @@ def _group(sizes: dict[str, int], bucket_values: float) -> list[list[str]]:
     return groups
 
 
-def _flatten(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+def _flatten(parameters: Iterable[torch.nn.Parameter], memory: Callable[[int], torch.Tensor]) -> torch.Tensor:
     """One flat tensor of zeros whose pieces become the parameters' .grad."""
     parameters = list(parameters)
-    flat = torch.zeros(sum(p.numel() for p in parameters))
+    flat = memory(sum(p.numel() for p in parameters))
     for p, piece in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
         p.grad = piece.view(p.shape)
     return flat

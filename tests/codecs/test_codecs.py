@@ -1,37 +1,244 @@
-"""Every codec: what comes back is within its stated bound; what is no number stays none."""
+"""Laws of every codec: bounds, lossless bits, what is no number, cuts, buffers, hostile bytes.
+
+The values are drawn by hypothesis: their number, kind, place in memory, and which of them are no numbers.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hpcllm.codecs import CODECS
+from hpcllm.codecs import find_codec
+from hpcllm.codecs.catalogue import VALUE_TYPES
+from hpcllm.codecs.names import examples, parse_name
+from hpcllm.errors import CodecError
 
-ROUNDOFF = {"raw": 0.0, "bf16": 2.0**-8}
+VARIANTS = ["int8:32", "int8:4096", "int8:64:sr", "int4:32", "int4:256:sr", "fp8:32", "zfp:3", "zfp:8", "zfp:32"]
+CODECS = [find_codec(name, dtype) for name in examples() + VARIANTS for dtype in VALUE_TYPES]
+AS_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+SPECIAL = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0]
+KINDS = ["ordinary", "any bits", "tiny", "huge", "many magnitudes", "equal", "zero"]
+CANARY = 0xA5
 
-
-@pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
-def test_codecs_hold_their_bound(codec):
-    values = torch.from_numpy(np.random.default_rng(0).integers(0, 2**32, 1 << 16, dtype="u4").view("f4"))
-    encoded = codec.encode(values, torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8))
-    decoded = torch.empty_like(values)
-    codec.decode(encoded, decoded)
-    ordinary = torch.isfinite(values) & (values.abs() > 2.0**-118) & (values.abs() < 3e38)
-    assert torch.all((decoded - values)[ordinary].abs() <= ROUNDOFF[codec.name] * values[ordinary].abs())
-    assert torch.equal(torch.isnan(decoded), torch.isnan(values))
-    assert torch.all(torch.isinf(decoded)[torch.isinf(values)])
-    if codec.lossless:
-        assert torch.equal(decoded.view(torch.int32), values.view(torch.int32))
-    total = torch.ones_like(values)
-    codec.decode_add(encoded, total)
-    assert torch.equal((1 + decoded).view(torch.int32)[ordinary], total.view(torch.int32)[ordinary])
+every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: f"{codec.name}-{str(codec.dtype)[6:]}")
 
 
-@pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
-@pytest.mark.parametrize("n", [0, 1, 2, 3, 255])
-def test_encoded_bytes_is_what_is_written(codec, n):
-    out = torch.full((codec.encoded_bytes(n) + 8,), 0xA5, dtype=torch.uint8)
-    encoded = codec.encode(torch.randn(n), out)
-    assert encoded.numel() == codec.encoded_bytes(n)
-    assert torch.all(out[codec.encoded_bytes(n) :] == 0xA5)
+@dataclass(frozen=True)
+class Case:
+    """n values of a kind, some of them special, `shift` values or 4 * `shift` bytes into their memory."""
+
+    n: int
+    kind: str
+    seed: int
+    specials: list[tuple[int, float]]
+    shift: int
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        random = np.random.default_rng(self.seed)
+        info = torch.finfo(dtype)
+        normal = random.standard_normal(self.n)
+        numbers = {
+            "ordinary": lambda: normal * 1e-3,
+            "any bits": lambda: normal,
+            "tiny": lambda: random.integers(-9, 10, self.n) * info.smallest_normal * info.eps,
+            "huge": lambda: np.sign(normal) * info.max * np.where(random.random(self.n) < 0.5, 1, random.random(self.n)),
+            "many magnitudes": lambda: normal * 2.0 ** random.integers(-20, 5, self.n),
+            "equal": lambda: np.full(self.n, 1 / 3),
+            "zero": lambda: np.zeros(self.n),
+        }[self.kind]()
+        memory = torch.empty(self.n + self.shift, dtype=dtype)
+        values = memory[self.shift :]
+        values.copy_(torch.from_numpy(numbers))
+        if self.kind == "any bits":
+            bits = torch.from_numpy(random.integers(0, 1 << 32, self.n, dtype="u4").view("i4"))
+            values.view(AS_BITS[dtype]).copy_(bits)  # truncates to 16 bits where the values have 16
+        for place, special in self.specials:
+            if place < self.n:
+                values[place] = special
+        return values
+
+
+cases = st.builds(
+    Case,
+    st.one_of(st.integers(0, 70), st.integers(0, 9000)),
+    st.sampled_from(KINDS),
+    st.integers(0, 1 << 30),
+    st.lists(st.tuples(st.integers(0, 70), st.sampled_from(SPECIAL)), max_size=3),
+    st.integers(0, 17),
+)
+
+
+class Guarded:
+    """Bytes between canaries, 4 * shift bytes into their memory."""
+
+    def __init__(self, size: int, shift: int = 0) -> None:
+        self.memory = torch.full((64 + 4 * shift + size + 64,), CANARY, dtype=torch.uint8)
+        self.inside = slice(64 + 4 * shift, 64 + 4 * shift + size)
+
+    def data(self) -> torch.Tensor:
+        return self.memory[self.inside]
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.data().view(dtype)
+
+    def intact(self) -> bool:
+        outside = torch.cat([self.memory[: self.inside.start], self.memory[self.inside.stop :]])
+        return bool(torch.all(outside == CANARY))
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return values.clone().view(AS_BITS[values.dtype])
+
+
+def encoded(codec, values, index=0):
+    """A copy of the bytes: some codecs hand out the values' own memory."""
+    return codec.encode(values, torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8), index).clone()
+
+
+def decoded(codec, data, n, dtype):
+    out = torch.full((n,), 77.0, dtype=dtype)
+    codec.decode(data, out)
+    return out
+
+
+@every_codec
+@settings(max_examples=25)
+@given(case=cases)
+def test_what_comes_back_is_within_the_bound(codec, case):
+    values = case.values(codec.dtype)
+    exact = values.double().numpy()
+    data = encoded(codec, values)
+    bound = codec.bound(exact)
+    assert bound.shape == exact.shape
+    assert np.all(bound >= 0) or not np.all(np.isfinite(exact))
+    for dtype in (codec.dtype, torch.float32):
+        back = decoded(codec, data, case.n, dtype)
+        ok = np.isfinite(exact) & (bound < np.inf)
+        assert np.all(np.abs(back.double().numpy()[ok] - exact[ok]) <= bound[ok])
+        assert not torch.any(torch.isfinite(back) & ~torch.isfinite(values)), "a value that is no number became one"
+        if codec.lossless:
+            numbers = ~torch.isnan(values)
+            assert torch.equal(bits(back.to(codec.dtype))[numbers], bits(values)[numbers])
+            assert torch.all(torch.isnan(back[~numbers]))
+        if dtype == codec.dtype and codec.lossless:
+            assert torch.equal(bits(back), bits(values))
+
+
+@every_codec
+@settings(max_examples=15)
+@given(case=cases)
+def test_memory_around_the_buffers_stays_as_it_is(codec, case):
+    values = case.values(codec.dtype)
+    before = bits(values)
+    room = Guarded(codec.encoded_bytes(case.n), case.shift)
+    data = codec.encode(values, room.data())
+    assert room.intact()
+    assert data.numel() == codec.used_bytes(data, case.n) <= codec.encoded_bytes(case.n)
+    assert codec.fixed_rate == (codec.name not in ("exp", "mpc"))
+    for dtype in {codec.dtype, torch.float32}:
+        out = Guarded(case.n * dtype.itemsize, case.shift)
+        codec.decode(data, out.values(dtype))
+        assert out.intact()
+    assert torch.equal(bits(values), before)
+
+
+@every_codec
+@settings(max_examples=15)
+@given(case=cases)
+def test_equal_values_give_equal_bytes_wherever_they_lie(codec, case):
+    values = case.values(codec.dtype)
+    dirty = Guarded(codec.encoded_bytes(case.n), case.shift)
+    assert torch.equal(codec.encode(values.clone(), dirty.data()), encoded(codec, values))
+
+
+@every_codec
+@settings(max_examples=15)
+@given(case=cases)
+def test_decode_add_is_one_fp32_addition(codec, case):
+    data = encoded(codec, case.values(codec.dtype))
+    start = torch.from_numpy(np.random.default_rng(case.seed).standard_normal(case.n).astype("f4"))
+    room = Guarded(4 * case.n, case.shift)
+    room.values(torch.float32).copy_(start)
+    codec.decode_add(data, room.values(torch.float32))
+    expected = start + decoded(codec, data, case.n, torch.float32)
+    numbers = ~torch.isnan(expected)
+    assert torch.equal(bits(room.values(torch.float32))[numbers], bits(expected)[numbers])
+    assert torch.all(torch.isnan(room.values(torch.float32)[~numbers]))
+    assert room.intact()
+
+
+@every_codec
+@settings(max_examples=10)
+@given(case=cases, cut=st.floats(0, 1), index=st.sampled_from([0, 4096, (1 << 32) - 4096, 1 << 40]))
+def test_cuts_at_blocks_do_not_change_a_bit(codec, case, cut, index):
+    values = case.values(codec.dtype)
+    where = min(round(cut * case.n / codec.block) * codec.block, case.n)
+    whole = decoded(codec, encoded(codec, values, index), case.n, codec.dtype)
+    parts = [(values[:where], index), (values[where:], index + where)]
+    joined = torch.cat([decoded(codec, encoded(codec, part, at), part.numel(), codec.dtype) for part, at in parts])
+    assert torch.equal(bits(joined), bits(whole))
+
+
+@every_codec
+@pytest.mark.parametrize("n", [0, 1, 5, 1000])
+def test_bytes_of_a_wrong_length_are_refused_and_nothing_is_written(codec, n):
+    data = encoded(codec, torch.randn(n).to(codec.dtype))
+    for wrong in (data[:-1], data[:4], data[:0], torch.cat([data, torch.zeros(16, dtype=torch.uint8)])):
+        if wrong.numel() == data.numel():
+            continue
+        out = torch.full((n,), 77.0, dtype=torch.float32)
+        for decode in (codec.decode, codec.decode_add):
+            with pytest.raises(CodecError, match=str(wrong.numel())):
+                decode(wrong, out)
+        assert torch.all(out == 77)
+
+
+@every_codec
+@settings(max_examples=25)
+@given(n=st.integers(0, 3000), seed=st.integers(0, 1 << 30), flips=st.integers(0, 40), shift=st.integers(0, 5))
+def test_hostile_bytes_reach_nothing_outside(codec, n, seed, flips, shift):
+    random = np.random.default_rng(seed)
+    data = encoded(codec, torch.from_numpy(random.standard_normal(n)).to(codec.dtype))
+    if flips == 0:
+        data = torch.from_numpy(random.integers(0, 256, data.numel(), dtype="u1"))
+    elif data.numel():
+        data[torch.from_numpy(random.integers(0, min(data.numel(), 1 << int(random.integers(1, 15))), flips))] ^= int(
+            random.integers(1, 256)
+        )
+    room = Guarded(data.numel(), shift)
+    room.data().copy_(data)
+    out = Guarded(4 * n, shift)
+    out.values(torch.float32).zero_()
+    for decode in (codec.decode, codec.decode_add):
+        try:
+            decode(room.data(), out.values(torch.float32))
+        except CodecError:
+            assert not codec.fixed_rate, "bytes of a fixed rate can all be decoded"
+    assert out.intact()
+    assert room.intact()
+    assert torch.equal(room.data(), data)
+
+
+@every_codec
+def test_a_name_says_what_travels(codec):
+    n = 1 << 20
+    bits_a_value = parse_name(codec.name).bits(8 * codec.dtype.itemsize)
+    assert find_codec(codec.name, codec.dtype) == codec
+    assert codec.lossless == parse_name(codec.name).lossless or codec.name in ("bf16", "fp16")
+    if codec.fixed_rate:
+        assert codec.encoded_bytes(n) * 8 / n == pytest.approx(bits_a_value, rel=1e-3)
+    assert all(codec.encoded_bytes(k) <= codec.encoded_bytes(k + 1) for k in range(2 * codec.block))
+
+
+def test_what_is_no_codec_is_refused_with_what_would_be():
+    with pytest.raises(ValueError, match="int8:256"):
+        find_codec("int9")
+    with pytest.raises(ValueError, match="int8:32 to int8:4096 in powers of two"):
+        find_codec("int8:100")
+    with pytest.raises(ValueError, match="float32"):
+        find_codec("int8", torch.float64)

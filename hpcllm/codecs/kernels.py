@@ -1,0 +1,145 @@
+"""How kernels on the CPU are made: numba, without the GIL, strict IEEE arithmetic, compiled once for each machine.
+
+    first call --> private folder of this user on the node's own disk --> later processes load what was compiled
+
+Without such a folder each process compiles for itself, about a second a kernel. Nothing is kept in a home folder, which
+thousands of ranks would read at once, nor where another user could have put code for us to load.
+
+Kernels see 16-bit values as their bits, because NumPy has no bf16 and numba no fp16 on the CPU:
+
+    torch    float32    bfloat16    float16
+    NumPy    float32    uint16      int16         array_of: the same memory
+    inside   float32    widened, narrowed         exact; rounded to nearest, ties to even
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+F = TypeVar("F", bound=Callable[..., Any])
+ROOM_BYTES = 64 << 20  # numba fails where the disk is full; all kernels together take a few megabytes
+AS_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+INT32, FLOAT = ir.IntType(32), ir.FloatType()
+
+
+def array_of(tensor: torch.Tensor) -> NDArray[Any]:
+    """The memory of a CPU tensor as the array that kernels take, not copied."""
+    tensor = tensor.detach()
+    return tensor.view(AS_BITS.get(tensor.dtype, tensor.dtype)).numpy()
+
+
+def cache_folder() -> str:
+    """A folder on this node that only this user can write to, or to rename; empty if there is none.
+
+    Its name has the source of the kernels in it: numba itself looks only at the file of the outermost one.
+    """
+    source = sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
+    parent = Path(os.environ.get("TMPDIR") or "/tmp")
+    folder = parent / f"hpcllm-kernels-{os.getuid()}-{source.hexdigest()[:12]}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        usable = _is_private(folder.lstat()) and _keeps_names(parent.stat()) and os.access(folder, os.W_OK | os.X_OK)
+        return str(folder) if usable and shutil.disk_usage(folder).free > ROOM_BYTES else ""
+    except OSError:
+        return ""
+
+
+def _is_private(status: os.stat_result) -> bool:
+    """lstat: a symbolic link, which could lead anywhere, is no folder."""
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+
+
+def _keeps_names(parent: os.stat_result) -> bool:
+    """Others cannot put a folder of theirs in the place of ours."""
+    return parent.st_uid in (0, os.getuid()) and bool(parent.st_mode & stat.S_ISVTX or not parent.st_mode & 0o022)
+
+
+if not numba.config.CACHE_DIR:  # NUMBA_CACHE_DIR says otherwise
+    numba.config.CACHE_DIR = cache_folder()
+
+
+def kernel(function: F) -> F:
+    """Compile a function over NumPy arrays; a division by zero gives what IEEE says."""
+    compiled: F = numba.njit(nogil=True, cache=_can_write(numba.config.CACHE_DIR), error_model="numpy")(function)
+    return compiled
+
+
+def _can_write(folder: str) -> bool:
+    """Where numba cannot write it would choose a folder itself: the installation, or the home folder."""
+    return bool(folder) and os.access(folder, os.W_OK | os.X_OK)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def float_of(typing_context: Any, bits: Any) -> Any:  # noqa: ARG001
+    """The float32 that has these 32 bits."""
+    return types.float32(types.uint32), lambda _context, builder, _signature, args: builder.bitcast(args[0], FLOAT)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def bits_of(typing_context: Any, value: Any) -> Any:  # noqa: ARG001
+    """The 32 bits of a float32."""
+    return types.uint32(types.float32), lambda _context, builder, _signature, args: builder.bitcast(args[0], INT32)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def widened(typing_context: Any, value: Any) -> Any:  # noqa: ARG001
+    """An element of an array_of, as float32."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        if value == types.float32:
+            return args[0]
+        if value == types.int16:
+            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), FLOAT)
+        return builder.bitcast(builder.shl(builder.zext(args[0], INT32), INT32(16)), FLOAT)
+
+    return types.float32(value), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def narrowed(typing_context: Any, value: Any, element: Any) -> Any:  # noqa: ARG001
+    """A float32 as what the array holds that `element` is of."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        if element == types.float32:
+            return args[0]
+        if element == types.int16:
+            return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+        return builder.trunc(_bf16_bits(builder, args[0]), ir.IntType(16))
+
+    return element(types.float32, element), generate
+
+
+def _bf16_bits(builder: Any, value: Any) -> Any:
+    bits = builder.bitcast(value, INT32)
+    high = builder.lshr(bits, INT32(16))
+    half = builder.add(INT32(0x7FFF), builder.and_(high, INT32(1)))  # ties go to the even one
+    rounded = builder.lshr(builder.add(bits, half), INT32(16))
+    quiet_nan = builder.or_(high, INT32(0x40))  # rounding could carry a NaN into infinity
+    return builder.select(builder.fcmp_unordered("uno", value, value), quiet_nan, rounded)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def first_one(typing_context: Any, mask: Any) -> Any:  # noqa: ARG001
+    """Place of the lowest bit that is set in a 64-bit mask; 64 if none is."""
+    return types.uint64(types.uint64), lambda _context, builder, _signature, args: builder.cttz(
+        args[0], ir.IntType(1)(0)
+    )
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def count_ones(typing_context: Any, mask: Any) -> Any:  # noqa: ARG001
+    """Bits that are set in a 64-bit mask."""
+    return types.uint64(types.uint64), lambda _context, builder, _signature, args: builder.ctpop(args[0])

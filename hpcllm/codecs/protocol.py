@@ -1,0 +1,65 @@
+"""What a collective asks of a codec.
+
+    values (n,) fp32, bf16 or fp16  --encode-->  at most encoded_bytes(n) uint8  --decode-->  values (n,)
+
+A codec is a value: a name such as "int8:256" bound to the dtype of the arrays that it serves, without state. Fixed rate
+means that n values always take encoded_bytes(n); the others begin with a header that says how long they are, so that a
+receiver can post encoded_bytes(n), the upper bound, before anything is sent.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from numpy.typing import NDArray
+
+
+class Codec(Protocol):
+    """All tensors are contiguous and on the CPU. Kernels run in one pass and release the GIL."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values: float32, bfloat16 or float16."""
+        ...
+
+    @property
+    def lossless(self) -> bool: ...
+
+    @property
+    def fixed_rate(self) -> bool: ...
+
+    @property
+    def block(self) -> int:
+        """Values coded together: whoever cuts an array cuts at multiples of it, and then the bits do not depend on it."""
+        ...
+
+    def encoded_bytes(self, n: int) -> int:
+        """Bytes that n values take; with fixed_rate false, the most that they can take."""
+        ...
+
+    def used_bytes(self, data: torch.Tensor, n: int) -> int:
+        """Bytes of the encoding of n values at the start of `data` (any length). Raises CodecError."""
+        ...
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor, index: int = 0) -> torch.Tensor:
+        """(n,) of dtype -> its bytes: the front of `out` (at least encoded_bytes(n) uint8), or `values`' own memory.
+
+        index: place of values[0] in the whole array, which seeds stochastic rounding and nothing else.
+        """
+        ...
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        """(used_bytes,) uint8 -> out (n,) of dtype or float32. Raises CodecError, having written nothing outside out."""
+        ...
+
+    def decode_add(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        """out (n,) float32 += the decoded values, in fp32. Raises CodecError."""
+        ...
+
+    def bound(self, values: NDArray) -> NDArray:
+        """(n,) float64 -> (n,) float64: the most that |decoded - value| can be, for each finite value."""
+        ...

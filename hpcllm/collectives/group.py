@@ -1,0 +1,125 @@
+"""Who takes part: what this package knows about a communicator, found out once and kept with it.
+
+    comm (the caller's)  --attribute-->  Group:  comm      a copy of its own, so no message meets the caller's
+                                                 node      the ranks that share this rank's memory
+                                                 peers     one rank of each node: those with the same place in theirs
+                                                 wire      memory, limits, counters
+
+    node 0:  rank 0  rank 3  rank 4        places 0 1 2        peers of place 0:  ranks 0, 1
+    node 1:  rank 1  rank 2                places 0 1          lanes = 2, the places that every node has
+
+Nodes are numbered by their lowest rank. The first collective on a communicator is where the Group is made, so that one
+is slower, and collective even where its algorithm is not. Freeing the communicator frees the Group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from hpcllm.collectives.tuning import Tuning
+from hpcllm.collectives.wire import Wire
+from hpcllm.errors import CollectiveError
+
+
+@dataclass(eq=False)
+class Group:
+    comm: MPI.Intracomm
+    node: MPI.Intracomm
+    peers: MPI.Intracomm  # for places below `lanes`, rank in it = number of the node
+    node_sizes: tuple[int, ...]  # ranks on each node
+    wire: Wire = field(default_factory=Wire)
+    plans: dict[Any, Any] = field(default_factory=dict)  # what select.py has decided
+    tuning: Tuning | None = None  # what it decides by
+    at_free: list[Callable[[], None]] = field(default_factory=list)  # called in reverse order: windows and the like
+    broken: str = ""  # why: a collective that failed half-way left messages behind
+    _background: Group | None = None
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = self.comm.rank, self.comm.size
+
+    @property
+    def nodes(self) -> int:
+        return len(self.node_sizes)
+
+    @property
+    def lanes(self) -> int:
+        """Places that every node has a rank for."""
+        return min(self.node_sizes)
+
+    def name(self, rank: int) -> str:
+        """'rank 5', as the whole job counts: for error messages."""
+        return f"rank {MPI.Group.Translate_ranks(self.comm.group, [rank], MPI.COMM_WORLD.group)[0]}"
+
+    def background(self) -> Group:
+        """The same ranks with messages and memory of their own, for the thread of nonblocking.py. Collective at first."""
+        if self._background is None:
+            self._background = make_group(self.comm, self.node)
+            self._background.wire.waits.limit_s = self.wire.waits.limit_s
+            self._background.use_tuning(self.tuning)
+        return self._background
+
+    def use_tuning(self, tuning: Tuning | None) -> None:
+        """Let select.py decide by these rates from now on, None: by its rules. The same on all ranks."""
+        self.tuning = tuning
+        self.plans.clear()
+        if self._background is not None:
+            self._background.use_tuning(tuning)
+
+    def check(self) -> None:
+        """Raises CollectiveError if an earlier collective failed here: its messages would be taken for the next one's."""
+        if self.broken:
+            raise CollectiveError(
+                f"{self.name(self.rank)}: an earlier collective on this communicator failed ({self.broken}), and its "
+                "messages may still arrive; go on with a new communicator, comm.Dup()"
+            )
+
+    def free(self) -> None:
+        """Collective over comm. Group and what was kept with it are of no use afterwards."""
+        if self._background is not None:
+            self._background.free()
+        while self.at_free:
+            self.at_free.pop()()
+        for comm in (self.peers, self.node, self.comm):
+            if comm != MPI.COMM_NULL:
+                comm.Free()
+
+
+def make_group(comm: MPI.Intracomm, node: MPI.Intracomm | None = None) -> Group:
+    """A Group of comm's ranks. Collective over comm.
+
+    node: the ranks of comm that count as one node, as a communicator; found out from who shares memory if not given.
+    """
+    own = MPI.Intracomm(comm.Dup())
+    node = MPI.Intracomm(node.Dup() if node else own.Split_type(MPI.COMM_TYPE_SHARED, own.rank))
+    leaders = np.zeros(own.size, dtype=np.int64)
+    leaders[own.rank] = node.size if node.rank == 0 else 0
+    own.Allreduce(MPI.IN_PLACE, leaders)
+    number = np.array([np.count_nonzero(leaders[: own.rank])])
+    node.Bcast(number)  # its lowest rank's: every rank of a node sorts by it, whatever ranks sit beside it
+    peers = MPI.Intracomm(own.Split(node.rank, int(number[0])))
+    return Group(own, node, peers, tuple(leaders[leaders > 0].tolist()))
+
+
+def group_of(comm: MPI.Intracomm | Group) -> Group:
+    """The Group that is kept with comm; made if this is the first call, which is then collective over comm."""
+    if isinstance(comm, Group):
+        return comm
+    group: Group | None = comm.Get_attr(_KEY)
+    if group is None:
+        group = make_group(comm)
+        comm.Set_attr(_KEY, group)
+    return group
+
+
+def _free_with(_comm: MPI.Comm, _key: int, group: Group) -> None:
+    """MPI calls this when the caller's communicator is freed; at MPI_Finalize everything goes anyway."""
+    if not MPI.Is_finalized():
+        group.free()
+
+
+_KEY = MPI.Comm.Create_keyval(delete_fn=_free_with)

@@ -1,0 +1,218 @@
+"""Rates of an allocation, measured in a few seconds: what cost.py needs to predict.
+
+    near   every rank  -> the next one of its node, all at once         latency, start of a message, GB/s
+    far    every place -> the same place of the next node, all at once  of a node: its ranks share the link
+    core   copy, decode, add; encode and decode of each codec           all ranks at once, as in a collective
+    window, library    a node's sum in shared memory, the library's own collectives, short and long: as a link each
+
+A sample is a loop of at least SAMPLE_S; a number is the median of a rank's samples, then the slowest rank's. Loops are
+as long on every rank, and every rank takes part in every measurement, so nobody waits for long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from hpcllm.codecs.catalogue import find_codec
+from hpcllm.collectives import operations
+from hpcllm.collectives.cost import COSTS, VOLUMES, Coding, Link, Rates, window_bytes
+from hpcllm.collectives.group import Group, group_of
+from hpcllm.collectives.select import shape_of
+from hpcllm.collectives.wire import Wire
+
+CODECS = ("bf16", "int8:256", "exp")  # what runs use most; each takes its kernels a second to compile at first
+DTYPES = ("float32", "bfloat16")
+SAMPLE_S = 2e-3
+BUDGET_S = 40e-3  # for the samples of one number
+SEGMENT_BYTES = 1 << 20
+BURST = 16  # messages started together, to see what starting one costs
+LONG_BYTES = 4 << 20  # of a library call whose bandwidth is taken
+BEYOND_CACHES_BYTES = 32 << 20
+DIGITS = 4
+
+
+def measure(group: Group, codecs: Sequence[str] = CODECS, dtypes: Sequence[str] = DTYPES) -> Rates:
+    """Measure all rates; the same on every rank. Collective over group. Raises ValueError for an unknown codec.
+
+    codecs: names; "raw" is measured in any case. With one node, or one rank, what is missing is taken from what is not.
+    """
+    clock = Clock(group)
+    call_s = clock.seconds(_empty_call())
+    near, message_s = _link(clock, group.node, True)
+    far, far_message_s = _link(clock, group.peers, group.node.rank < group.lanes) if group.nodes > 1 else (near, 0.0)
+    far = dataclasses.replace(far, bandwidth_gb_s=far.bandwidth_gb_s * group.lanes) if group.nodes > 1 else near
+    if max(group.node_sizes) == 1:
+        near, message_s = far, far_message_s
+    window = _window(clock, call_s) if max(group.node_sizes) > 1 else near
+    rates = Rates(
+        near=near,
+        far=far,
+        window=window,
+        call_s=call_s,
+        message_s=message_s,
+        copy_gb_s=_copy_gb_s(clock, SEGMENT_BYTES),
+        memory_gb_s=_copy_gb_s(clock, BEYOND_CACHES_BYTES),
+        codings=_codings(clock, dict.fromkeys(["raw", *codecs]), dtypes),
+        library=_library(clock, call_s) if group.size > 1 else {},
+    )
+    return _rounded(rates)
+
+
+class Clock:
+    """Seconds of something that all ranks of a group do at once."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Median of a rank's samples, the slowest rank's. Collective; `call` may be, over the group or a part of it."""
+        call()  # compiles, connects, touches memory for the first time
+        first_s = self._slowest(self._loop(call, 1))
+        loops = max(1, min(1000, round(SAMPLE_S / first_s)))
+        samples = max(3, min(15, round(BUDGET_S / (loops * first_s))))
+        return self._slowest(statistics.median(self._loop(call, loops) for _ in range(samples)))
+
+    def _loop(self, call: Callable[[], object], loops: int) -> float:
+        self.group.comm.Barrier()
+        start = time.perf_counter()
+        for _ in range(loops):
+            call()
+        return (time.perf_counter() - start) / loops
+
+    def _slowest(self, seconds: float) -> float:
+        value = np.array([max(seconds, 1e-9)])
+        self.group.comm.Allreduce(MPI.IN_PLACE, value, MPI.MAX)
+        return float(value[0])
+
+
+def _empty_call() -> Callable[[], object]:
+    x, alone = np.zeros(1, dtype=np.float32), group_of(MPI.COMM_SELF)
+    return lambda: operations.allreduce(x, alone)
+
+
+def _link(clock: Clock, comm: MPI.Intracomm, takes_part: bool) -> tuple[Link, float]:
+    """(latency and GB/s of one rank, seconds to start a message), each rank sending to its right in comm."""
+    wire = Wire(waits=clock.group.wire.waits)  # these bytes are nobody's traffic
+
+    def seconds(size_bytes: int, count: int) -> float:
+        if comm == MPI.COMM_NULL or comm.size == 1 or not takes_part:
+            return clock.seconds(lambda: None)
+        memory = wire.scratch("measure", 2 * size_bytes).view(2, size_bytes)
+        return clock.seconds(lambda: _shift(comm, wire, memory, count))
+
+    one_s, burst_s, long_s = seconds(8, 1), seconds(8, BURST), seconds(SEGMENT_BYTES, 4)
+    message_s = max((burst_s - one_s) / (BURST - 1), 1e-7)
+    latency_s = max(one_s - message_s, 1e-7)
+    return Link(latency_s, 4 * SEGMENT_BYTES / max(long_s - latency_s, 1e-9) / 1e9), message_s
+
+
+def _shift(comm: MPI.Intracomm, wire: Wire, memory: torch.Tensor, count: int) -> None:
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    requests = [request for _ in range(count) for request in wire.receive(comm, memory[0], left, 0)]
+    for _ in range(count):
+        requests += wire.send(comm, memory[1], right, 0, memory[1].nbytes)
+    wire.waits.all(requests, lambda: f"{count} messages of {memory[1].nbytes} bytes that measure a link")
+
+
+def _window(clock: Clock, call_s: float) -> Link:
+    """The latency and the bandwidth with which cost.py's formula for `node_window` meets the measured times."""
+    node = group_of(clock.group.node)
+    x = torch.zeros(LONG_BYTES // 4)
+
+    def seconds(n: int) -> float:
+        if node.size == 1:
+            return clock.seconds(lambda: None)
+        return clock.seconds(lambda: operations.allreduce(x[:n], node, algorithm="node_window"))
+
+    latency_s, long_s = max(seconds(1) - call_s, 1e-7), seconds(x.numel())
+    size_bytes = window_bytes(x.nbytes, max(clock.group.node_sizes))
+    return Link(latency_s, size_bytes / max(long_s - call_s - latency_s, 1e-9) / 1e9)
+
+
+def _copy_gb_s(clock: Clock, size_bytes: int) -> float:
+    source, target = torch.ones(2, size_bytes, dtype=torch.uint8)
+    return size_bytes / clock.seconds(lambda: target.copy_(source)) / 1e9
+
+
+def _codings(clock: Clock, codecs: Iterable[str], dtypes: Sequence[str]) -> dict[tuple[str, str], Coding]:
+    measured = [(_coding(clock, name, dtype), dtype) for name in codecs for dtype in dtypes]
+    return {(coding.name, dtype): coding for coding, dtype in measured}
+
+
+def _coding(clock: Clock, name: str, dtype: str) -> Coding:
+    """Rates of one segment of values like gradients: normal, of another size every 256 values."""
+    codec = find_codec(name, getattr(torch, dtype))
+    random = torch.Generator().manual_seed(clock.group.rank)
+    n = SEGMENT_BYTES // codec.dtype.itemsize
+    sizes = torch.randn(n // 256, 1, generator=random).exp()
+    values = (sizes * torch.randn(n // 256, 256, generator=random)).to(codec.dtype).view(-1)
+    memory, out, total = torch.empty(codec.encoded_bytes(n), dtype=torch.uint8), values.clone(), torch.zeros(n)
+    data = codec.encode(values, memory).clone()
+    rate = SEGMENT_BYTES / 1e9
+    return Coding(
+        codec.name,
+        ratio=SEGMENT_BYTES / data.numel(),
+        encode_gb_s=rate / clock.seconds(lambda: codec.encode(values, memory)),
+        decode_gb_s=rate / clock.seconds(lambda: codec.decode(data, out)),
+        add_gb_s=rate / clock.seconds(lambda: codec.decode_add(data, total)),
+    )
+
+
+def _library(clock: Clock, call_s: float) -> dict[str, Link]:
+    """The latency and the bandwidth with which cost.py's formula for `native` meets the measured times."""
+    shape = shape_of(clock.group)
+    rounds = (shape.ranks - 1).bit_length()
+    links = {}
+    for operation in COSTS:
+        short_s, long_s = (clock.seconds(_native(operation, clock.group, n)) for n in (shape.ranks, LONG_BYTES // 4))
+        latency_s = max(short_s - call_s, 1e-7) / rounds
+        volume = VOLUMES[operation](LONG_BYTES // 4 // shape.ranks * shape.ranks * 4, shape)
+        links[operation] = Link(latency_s, volume / max(long_s - call_s - rounds * latency_s, 1e-9) / 1e9)
+    return links
+
+
+def _native(operation: str, group: Group, n: int) -> Callable[[], object]:
+    """The library's own collective of n values, cut to what every rank has as many of."""
+    n -= n % group.size
+    whole, part = torch.zeros(n), torch.zeros(n // group.size)
+    calls: dict[str, Callable[[], object]] = {
+        "allreduce": lambda: operations.allreduce(whole, group, algorithm="native"),
+        "reduce_scatter": lambda: operations.reduce_scatter(whole, group, algorithm="native", out=part),
+        "allgather": lambda: operations.allgather(part, group, algorithm="native", out=whole),
+        "alltoall": lambda: operations.alltoall(whole, group, algorithm="native"),
+        "broadcast": lambda: operations.broadcast(whole, group, algorithm="native"),
+    }
+    return calls[operation]
+
+
+def _rounded(rates: Rates) -> Rates:
+    """Every number to the digits that a measurement is worth: what a file keeps is what is used at once."""
+
+    def link(old: Link) -> Link:
+        return Link(_round(old.latency_s), _round(old.bandwidth_gb_s))
+
+    def coding(old: Coding) -> Coding:
+        return Coding(old.name, *map(_round, (old.ratio, old.encode_gb_s, old.decode_gb_s, old.add_gb_s)))
+
+    return Rates(
+        near=link(rates.near),
+        far=link(rates.far),
+        window=link(rates.window),
+        call_s=_round(rates.call_s),
+        message_s=_round(rates.message_s),
+        copy_gb_s=_round(rates.copy_gb_s),
+        memory_gb_s=_round(rates.memory_gb_s),
+        codings={key: coding(old) for key, old in rates.codings.items()},
+        library={key: link(old) for key, old in rates.library.items()},
+    )
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.{DIGITS - 1}e}")

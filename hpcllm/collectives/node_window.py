@@ -1,0 +1,243 @@
+"""`node_window`: the ranks of one node sum through memory that they share; no messages.
+
+    x in a shared array (window.py)            x anywhere                     x of a few KiB
+    enter: all are here, at the same place     enter                          copy x in, enter
+    each rank: its slice of all rows,          node_exchange.py: pieces       each rank: all of
+      rank 0  [ sum ][     ][     ]            through small slots            all rows into its x
+      rank 1  [ sum ][     ][     ]
+      rank 2  [ sum ][     ][     ]
+      ^ read and written by rank 0, once
+    leave: all are done
+
+Sums run in rank order in fp32 and are rounded once, so the three ways give the same bits. Memory traffic of a shared
+array of N bytes: N read and N written by each rank, the least there can be.
+Shared windows: Hoefler et al. 2013, "MPI + MPI: a new hybrid approach to parallel programming with MPI plus shared
+memory".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from hpcllm.codecs.protocol import Codec
+from hpcllm.collectives.group import Group
+from hpcllm.collectives.node_exchange import EXCHANGE, SLOTS, advance
+from hpcllm.collectives.node_kernels import (
+    BETWEEN,
+    COLLECTED,
+    ENTERED,
+    FILLED,
+    KINDS,
+    LEFT,
+    LINE_BYTES,
+    REDUCED,
+    awaited,
+    brought,
+    compare,
+    copy,
+    enter,
+    post,
+    sum_rows,
+)
+from hpcllm.collectives.window import PAGE_BYTES, Window, allocate_window, windows_of
+
+SMALL_BYTES = 64 << 10  # what a rank reads at most in the way of a single step
+SLOT_BYTES = 512 << 10
+SPINS = 300  # looks before giving way, under a microsecond: a rank without a core may need this one
+SLICE_VALUES = 1024  # slices begin at whole pages, or nearly: two ranks never write one cache line
+
+SUM, REDUCE, GATHER = range(3)
+TASKS = {SUM: "the sum of", REDUCE: "the two-level sum of", GATHER: "the two-level gathering of"}
+
+
+def node_window_allreduce(x: torch.Tensor, group: Group, codec: Codec) -> None:
+    """Sum x (n,) fp32, bf16 or fp16 over the ranks of one node in place. Collective over group.
+
+    Raises ValueError on all ranks if they bring different lengths, with several nodes, or with a codec other than raw.
+    """
+    if group.nodes > 1:
+        raise ValueError(f"node_window sums inside one node, and these ranks are on {group.nodes}; use two_level")
+    if codec.name != "raw":
+        raise ValueError(f"node_window sends nothing that codec {codec.name} could encode; use raw, or two_step")
+    if group.size > 1 and x.numel() > 0:
+        node_of(group).allreduce(x)
+
+
+Rows = tuple[NDArray[np.uint64], int]  # the ranks' parts of a window and the offset of x in each
+
+
+class Node:
+    """The window through which the ranks of a group's node work, and where they are in it."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.wire = group, group.wire
+        self.rank, self.ranks = group.node.rank, group.node.size
+        self.small_bytes = SMALL_BYTES // self.ranks // 64 * 64
+        counters_bytes = -(-self.ranks * LINE_BYTES // PAGE_BYTES) * PAGE_BYTES
+        self.window = allocate_window(counters_bytes + 2 * self.small_bytes + SLOTS * SLOT_BYTES, group)
+        parts = self.window.addresses
+        self.flags = int(parts[0])
+        self.small = [parts + np.uint64(counters_bytes + turn * self.small_bytes) for turn in range(2)]
+        self.slots = parts + np.uint64(counters_bytes + 2 * self.small_bytes)
+        self.calls = self.segments = 0
+
+    def allreduce(self, x: torch.Tensor) -> None:
+        """x (n,), n > 0, becomes its sum over the node."""
+        if x.nbytes <= self.small_bytes:
+            self._sum_small(x)
+            return
+        window, offset = self.enter(x, SUM)
+        cuts = slices(x.numel(), self.ranks, self.ranks)
+        if window is None:
+            self._exchange(x, cuts, SUM)
+        else:
+            self._sum_slice(x, cuts, window.addresses, offset, window.addresses)
+            self._meet(LEFT, SUM)
+
+    def reduce(self, x: torch.Tensor, cuts: NDArray[np.int64]) -> Rows | None:
+        """This rank's slice of x, of the (ranks + 1,) `cuts`, becomes its sum over the node. For gather: where x is."""
+        window, offset = self.enter(x, REDUCE)
+        if window is None:
+            self._exchange(x, cuts, REDUCE)
+            return None
+        self._sum_slice(x, cuts, window.addresses, offset, window.addresses[self.rank : self.rank + 1])
+        return window.addresses, offset
+
+    def gather(self, x: torch.Tensor, cuts: NDArray[np.int64], rows: Rows | None) -> None:
+        """The others' slices of x come from their owners. Ends the call that reduce began."""
+        if rows is None:
+            self._exchange(x, cuts, GATHER)
+            return
+        self._meet(BETWEEN, GATHER)
+        for owner in range(self.rank + 1, self.rank + self.ranks):  # all begin at different owners
+            start, end = (int(cut) * x.itemsize for cut in cuts[owner % self.ranks :][:2])
+            copy(x.data_ptr() + start, int(rows[0][owner % self.ranks]) + rows[1] + start, end - start)
+        self._meet(LEFT, GATHER)
+
+    def _sum_slice(
+        self, x: torch.Tensor, cuts: NDArray[np.int64], rows: NDArray[np.uint64], offset: int, to: NDArray[np.uint64]
+    ) -> None:
+        start, end = int(cuts[self.rank]), int(cuts[self.rank + 1])
+        sum_rows(KINDS[x.dtype], rows, to, offset + start * x.itemsize, end - start)
+
+    def enter(self, x: torch.Tensor, task: int) -> tuple[Window | None, int]:
+        """Meet the others at the begin of a call. The window that all ranks' x are in, at one offset, or None."""
+        window, offset = windows_of(self.group).find(x.data_ptr(), x.nbytes)
+        self._enter(x, task, window.number if window else 0, offset)
+        return (window, offset) if self._agree() else (None, 0)
+
+    def _meet(self, which: int, task: int) -> None:
+        """A barrier: all ranks have posted this call's counter."""
+        post(self.flags, self.rank, which, self.calls)
+        self._await(which, task)
+
+    def _exchange(self, x: torch.Tensor, cuts: NDArray[np.int64], task: int) -> None:
+        """Slices of x (cut at `cuts`, one a rank) are summed by their owners, or gathered from them, or both."""
+        job = self._job(x, cuts, task != GATHER, task != REDUCE)
+        while job["collected"][0] < job["segments"][0]:
+            self.wire.waits.until(lambda: self._advance(job, cuts), lambda: self._name_slowest(job, task))
+        self.segments += int(job["segments"][0])
+
+    def _job(self, x: torch.Tensor, cuts: NDArray[np.int64], reduces: bool, gathers: bool) -> NDArray[np.void]:
+        job = np.zeros(1, dtype=EXCHANGE)
+        piece = SLOT_BYTES // self.ranks // 64 * 64 // x.itemsize
+        own = x.data_ptr() + int(cuts[self.rank]) * x.itemsize
+        segments = -(-int(np.diff(cuts).max()) // piece)
+        job[0] = (
+            self.flags, self.rank, self.ranks, KINDS[x.dtype], x.itemsize, x.data_ptr(), own, own,
+            piece, SLOT_BYTES, self.segments, segments, reduces, gathers, 0, 0, 0,
+        )  # fmt: skip
+        return job
+
+    def _advance(self, job: NDArray[np.void], cuts: NDArray[np.int64]) -> bool:
+        """True if anything was done: the next wait begins anew, with short sleeps."""
+        before = self._steps(job)
+        if not advance(job, self.slots, cuts, SPINS):
+            self._let_messages_pass()
+        return self._steps(job) > before
+
+    def _steps(self, job: NDArray[np.void]) -> int:
+        return int(job["filled"][0] + job["reduced"][0] + job["collected"][0])
+
+    def _sum_small(self, x: torch.Tensor) -> None:
+        """Everyone reads everything: one meeting instead of two."""
+        rows = self.small[(self.calls + 1) % 2]
+        copy(int(rows[self.rank]), x.data_ptr(), x.nbytes)
+        self._enter(x, SUM, 0, 0)
+        self._agree()
+        sum_rows(KINDS[x.dtype], rows, np.array([x.data_ptr()], dtype=np.uint64), 0, x.numel())
+
+    def _enter(self, x: torch.Tensor, task: int, window: int, offset: int) -> None:
+        self.calls += 1
+        enter(self.flags, self.rank, self.calls, task * len(KINDS) + KINDS[x.dtype], x.nbytes, window, offset)
+        self._await(ENTERED, task)
+
+    def _agree(self) -> bool:
+        """Whether all ranks' arrays are at the same place of the same window. Raises ValueError on all ranks alike."""
+        verdict = compare(self.flags, self.ranks, self.calls)
+        if verdict >= 0:
+            said = [self._what(rank) for rank in (0, verdict)]
+            raise ValueError(f"ranks of one node meet in different calls: {said[0]}, but {said[1]}")
+        return verdict == -1 and brought(self.flags, 0, self.calls, 2) > 0
+
+    def _await(self, which: int, task: int) -> None:
+        def done() -> bool:
+            if awaited(self.flags, self.ranks, which, self.calls, SPINS) < 0:
+                return True
+            self._let_messages_pass()
+            return False
+
+        self.wire.waits.until(done, lambda: self._name_late(which, task))
+
+    def _let_messages_pass(self) -> None:
+        """A late rank may be waiting for a message of ours, which moves only while we are inside the MPI library."""
+        self.group.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+
+    def _name_late(self, which: int, task: int) -> str:
+        late = awaited(self.flags, self.ranks, which, self.calls, 0)
+        return f"{self._rank_name(late)} to {'come to' if which == ENTERED else 'finish'} {self._of_node(task)}"
+
+    def _name_slowest(self, job: NDArray[np.void], task: int) -> str:
+        counts = (int(job["reduced"][0]), int(job["collected"][0]), max(int(job["filled"][0]) - SLOTS, 0))
+        for which, count in zip((FILLED, REDUCED, COLLECTED), counts, strict=True):
+            late = awaited(self.flags, self.ranks, which, self.segments + count + 1, 0)
+            if late >= 0 and late != self.rank:
+                return f"{self._rank_name(late)} in segment {count} of {self._of_node(task)}"
+        return f"nobody in {self._of_node(task)}"
+
+    def _of_node(self, task: int) -> str:
+        return f"{TASKS[task]} an array over {self.ranks} ranks of one node"
+
+    def _what(self, rank: int) -> str:
+        task, kind = divmod(brought(self.flags, rank, self.calls, 0), len(KINDS))
+        dtype = list(KINDS)[kind]
+        n = brought(self.flags, rank, self.calls, 1) // dtype.itemsize
+        return f"{self._rank_name(rank)} in {TASKS[task]} {n} values of {dtype}"
+
+    def _rank_name(self, rank: int) -> str:
+        return f"rank {MPI.Group.Translate_ranks(self.group.node.group, [rank], MPI.COMM_WORLD.group)[0]}"
+
+
+def node_of(group: Group) -> Node:
+    """The Node that is kept with the group; the first call is collective over group."""
+    kept: Any = group.node.Get_attr(_KEY)
+    node: Node = kept or Node(group)
+    if not kept:
+        group.node.Set_attr(_KEY, node)
+    return node
+
+
+def slices(n: int, owners: int, ranks: int) -> NDArray[np.int64]:
+    """(ranks + 1,) where the slices of n values begin that the first `owners` ranks own; the others' are empty."""
+    blocks = -(-n // SLICE_VALUES)
+    starts = np.minimum(np.arange(ranks + 1, dtype=np.int64), owners) * blocks // owners
+    cuts: NDArray[np.int64] = np.minimum(starts * SLICE_VALUES, n)
+    return cuts
+
+
+_KEY = MPI.Comm.Create_keyval()

@@ -1,0 +1,86 @@
+"""Collectives that run while the caller computes: iallreduce(...) and so on return a Handle.
+
+    handle = iallreduce(x, comm, "int8")     every rank starts its collectives in the same order, whatever the communicators:
+    ...compute, x is not touched...          one thread a process runs them one after another (worker.py)
+    x = handle.wait()
+
+They have messages and memory of their own, so a blocking collective on the same communicator may run at the same time;
+the first one on a communicator is collective. Where MPI gives less than MPI_THREAD_MULTIPLE they run at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from mpi4py import MPI
+
+from hpcllm.codecs.protocol import Codec
+from hpcllm.collectives import operations
+from hpcllm.collectives.arrays import Array
+from hpcllm.collectives.group import Group, group_of
+from hpcllm.collectives.worker import can_thread, run_in_order
+
+Communicator = MPI.Intracomm | Group
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A collective on its way."""
+
+    _future: Future[Array]
+
+    def done(self) -> bool:
+        """Whether wait() would return, or raise, at once."""
+        return self._future.done()
+
+    def wait(self) -> Array:
+        """The array that the blocking form returns, once it is complete; raises what the collective raised."""
+        return self._future.result()
+
+
+def iallreduce(
+    x: Array, comm: Communicator, codec: str | Codec = "raw", algorithm: str = "auto", out: Array | None = None
+) -> Handle:
+    """operations.allreduce in the background."""
+    return _start(operations.allreduce, x, comm, codec=codec, algorithm=algorithm, out=out)
+
+
+def ireduce_scatter(
+    x: Array, comm: Communicator, codec: str | Codec = "raw", algorithm: str = "auto", out: Array | None = None
+) -> Handle:
+    """operations.reduce_scatter in the background."""
+    return _start(operations.reduce_scatter, x, comm, codec=codec, algorithm=algorithm, out=out)
+
+
+def iallgather(
+    part: Array, comm: Communicator, codec: str | Codec = "raw", algorithm: str = "auto", out: Array | None = None
+) -> Handle:
+    """operations.allgather in the background."""
+    return _start(operations.allgather, part, comm, codec=codec, algorithm=algorithm, out=out)
+
+
+def ialltoall(
+    x: Array, comm: Communicator, codec: str | Codec = "raw", algorithm: str = "auto", out: Array | None = None
+) -> Handle:
+    """operations.alltoall in the background."""
+    return _start(operations.alltoall, x, comm, codec=codec, algorithm=algorithm, out=out)
+
+
+def ibroadcast(
+    x: Array, comm: Communicator, root: int = 0, codec: str | Codec = "raw", algorithm: str = "auto"
+) -> Handle:
+    """operations.broadcast in the background."""
+    return _start(operations.broadcast, x, comm, root=root, codec=codec, algorithm=algorithm)
+
+
+def _start(operation: Callable[..., Array], x: Array, comm: Communicator, **options: Any) -> Handle:
+    group = group_of(comm)
+    background = group.background()
+    # MPI's own wait would keep a core from the thread that computes: poll, if need be without a limit
+    background.wire.waits.limit_s = math.inf if group.wire.waits.limit_s is None else group.wire.waits.limit_s
+    return Handle(run_in_order(partial(operation, x, background, **options), can_thread()))

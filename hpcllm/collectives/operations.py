@@ -1,0 +1,272 @@
+"""The front doors: what a caller's array, communicator and codec must be, and who does the work.
+
+    from hpcllm.collectives import allreduce
+    allreduce(gradients, comm, codec="int8")
+
+    array (torch, NumPy, CuPy) --flat--> (n,) in host memory --plan--> ALGORITHMS[operation][name](..., group, codec)
+
+Every rank of the communicator makes the same call with arrays of the same length and dtype, the same codec and
+algorithm. All raise ValueError for what cannot be done, StallError when the group's waits have a limit and it passes,
+CodecError for damaged bytes, CollectiveError on a communicator where a collective failed before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from hpcllm.codecs.catalogue import VALUE_TYPES, find_codec
+from hpcllm.codecs.protocol import Codec
+from hpcllm.codecs.raw import Raw
+from hpcllm.collectives import (
+    broadcasts,
+    bruck,
+    native,
+    node_window,
+    pairwise,
+    rabenseifner,
+    recursive_doubling,
+    ring,
+    select,
+    two_step,
+)
+from hpcllm.collectives.arrays import Array, flat, new_like, overlap, write_back
+from hpcllm.collectives.chunks import chunk_range
+from hpcllm.collectives.group import Group, group_of
+
+__all__ = ["ALGORITHMS", "allgather", "allreduce", "alltoall", "broadcast", "chunk_range", "reduce_scatter"]
+
+ALGORITHMS: dict[str, dict[str, Callable[..., None]]] = {
+    "allreduce": {
+        "ring": ring.ring_allreduce,
+        "two_step": two_step.two_step_allreduce,
+        "recursive_doubling": recursive_doubling.recursive_doubling_allreduce,
+        "rabenseifner": rabenseifner.rabenseifner_allreduce,
+        "node_window": node_window.node_window_allreduce,
+        "native": native.native_allreduce,
+    },
+    "reduce_scatter": {
+        "ring": ring.ring_reduce_scatter,
+        "two_step": two_step.two_step_reduce_scatter,
+        "native": native.native_reduce_scatter,
+    },
+    "allgather": {
+        "ring": ring.ring_allgather,
+        "bruck": bruck.bruck_allgather,
+        "native": native.native_allgather,
+    },
+    "alltoall": {
+        "pairwise": pairwise.pairwise_alltoall,
+        "bruck": bruck.bruck_alltoall,
+        "native": native.native_alltoall,
+    },
+    "broadcast": {
+        "binomial": broadcasts.binomial_broadcast,
+        "ring": broadcasts.ring_broadcast,
+        "native": native.native_broadcast,
+    },
+}
+SUMS = ("allreduce", "reduce_scatter")
+FLOAT32 = np.dtype(np.float32)
+SHORTCUT_BYTES = 64 << 10
+
+
+def allreduce(
+    x: Array, comm: MPI.Intracomm | Group, codec: str | Codec = "raw", algorithm: str = "auto", out: Array | None = None
+) -> Array:
+    """The sum over ranks of x, of any shape; the same bits on every rank. Collective over comm.
+
+    x: contiguous, float32, bfloat16 or float16; sums are made in fp32. In place, unless `out`, like x, is given.
+    """
+    group = group_of(comm)
+    if codec == "raw" and algorithm == "auto" and out is None:
+        memory = _shortcut(x, group)
+        if memory is not None:
+            group.comm.Allreduce(MPI.IN_PLACE, memory)
+            return x
+    values = flat(x, written=out is None)
+    if out is not None:
+        values = _copied(values, x, out)
+    _run("allreduce", values.numel(), values.dtype, codec, algorithm, group, values)
+    result = x if out is None else out
+    write_back(values, result)
+    return result
+
+
+def reduce_scatter(
+    x: Array, comm: MPI.Intracomm | Group, codec: str | Codec = "raw", algorithm: str = "auto", out: Array | None = None
+) -> Array:
+    """This rank's chunk, chunk_range(x's values, ranks, rank), of the sum over ranks of x. Collective over comm.
+
+    x: contiguous, float32, bfloat16 or float16, left as it is. Returns out, or a new (own chunk,) array of x's kind.
+    """
+    group = group_of(comm)
+    values = flat(x, written=False)
+    start, end = chunk_range(values.numel(), group.size, group.rank)
+    out = new_like(x, (end - start,)) if out is None else out
+    result = _like("out", out, values, end - start)
+    _run("reduce_scatter", values.numel(), values.dtype, codec, algorithm, group, values, result)
+    write_back(result, out)
+    return out
+
+
+def allgather(
+    part: Array, comm: MPI.Intracomm | Group, codec: str | Codec = "raw", algorithm: str = "auto", out: Array | None = None
+) -> Array:
+    """Every rank's part, in rank order, on every rank; through the codec the owner's too. Collective over comm.
+
+    part: contiguous, of any dtype with the codec raw. Without out all parts have the same length, and the result is new,
+    (ranks * d0, d1, ...) for parts (d0, d1, ...). With out, part is chunk_range(out's values, ranks, rank) of it, and may
+    be that very memory.
+    """
+    group = group_of(comm)
+    values = flat(part, written=False)
+    if out is None:
+        shape = tuple(part.shape) or (1,)
+        out = new_like(part, (group.size * shape[0], *shape[1:]))
+    result = _like("out", out, values, math.prod(out.shape))
+    start, end = chunk_range(result.numel(), group.size, group.rank)
+    if values.numel() != end - start:
+        raise ValueError(
+            f"allgather: out has {result.numel()} values, of which rank {group.rank} of {group.size} owns {end - start}, "
+            f"but part has {values.numel()}"
+        )
+    if overlap(values, result) and values.data_ptr() != result[start:end].data_ptr():
+        raise ValueError("allgather: part overlaps out but is not this rank's chunk of it")
+    _run("allgather", result.numel(), values.dtype, codec, algorithm, group, values, result)
+    write_back(result, out)
+    return out
+
+
+def alltoall(
+    x: Array, comm: MPI.Intracomm | Group, codec: str | Codec = "raw", algorithm: str = "auto", out: Array | None = None
+) -> Array:
+    """Block r of x goes to rank r; block r of the result came from rank r. Collective over comm.
+
+    x: contiguous, as many blocks of the same length as ranks, of any dtype with the codec raw; left as it is. A rank's
+    block for itself is not encoded. Returns out, or a new array of x's kind and shape.
+    """
+    group = group_of(comm)
+    values = flat(x, written=False)
+    if values.numel() % group.size:
+        raise ValueError(f"alltoall: {values.numel()} values do not make {group.size} blocks of the same length")
+    out = new_like(x, tuple(x.shape)) if out is None else out
+    result = _like("out", out, values, values.numel())
+    if overlap(values, result):
+        raise ValueError("alltoall: out shares memory with x")
+    _run("alltoall", values.numel(), values.dtype, codec, algorithm, group, values, result)
+    write_back(result, out)
+    return out
+
+
+def broadcast(
+    x: Array, comm: MPI.Intracomm | Group, root: int = 0, codec: str | Codec = "raw", algorithm: str = "auto"
+) -> Array:
+    """root's x on every rank, in place; through a lossy codec root too gets the decoded values. Collective over comm.
+
+    x: contiguous, of any dtype with the codec raw.
+    """
+    group = group_of(comm)
+    if not 0 <= root < group.size:
+        raise ValueError(f"broadcast: root {root} is none of {group.size} ranks; valid: 0 to {group.size - 1}")
+    values = flat(x, written=True)
+    _run("broadcast", values.numel(), values.dtype, codec, algorithm, group, values, root)
+    write_back(values, x)
+    return x
+
+
+def _shortcut(x: Array, group: Group) -> NDArray[Any] | None:
+    """x's memory if nothing is left to ask: fp32, for which `auto` has chosen the library before, which may block.
+
+    For small messages the way through the general path would take longer than the sum.
+    """
+    if type(x) is np.ndarray:
+        if x.dtype is not FLOAT32 or not x.flags.c_contiguous or not x.flags.writeable:
+            return None
+        memory = x
+    elif type(x) is torch.Tensor and x.dtype is torch.float32 and x.is_contiguous() and x.is_cpu and not x.requires_grad:
+        memory = x.numpy()
+    else:
+        return None
+    plan = group.plans.get(("allreduce", memory.size, "raw", torch.float32))
+    blocking = plan is not None and plan.algorithm == "native" and group.wire.waits.limit_s is None
+    return memory if blocking and memory.nbytes <= SHORTCUT_BYTES and not group.broken else None
+
+
+def _run(
+    operation: str, n: int, dtype: torch.dtype, codec: str | Codec, algorithm: str, group: Group, *arguments: Any
+) -> None:
+    """Resolve codec and algorithm, and call it. What a failed collective leaves behind makes its group unusable."""
+    group.check()
+    function, found = _choice(operation, n, dtype, codec, algorithm, group)
+    try:
+        function(*arguments, group, found)
+    except ValueError:
+        raise  # refused before a message was sent
+    except BaseException as error:
+        group.broken = f"{operation}: {error}"
+        raise
+
+
+def _choice(
+    operation: str, n: int, dtype: torch.dtype, codec: str | Codec, algorithm: str, group: Group
+) -> tuple[Callable[..., None], Codec]:
+    algorithms = ALGORITHMS[operation]
+    if algorithm != "auto":
+        if algorithm not in algorithms:
+            raise ValueError(f"{operation}: algorithm {algorithm!r} is unknown; valid: auto, {', '.join(algorithms)}")
+        return algorithms[algorithm], _bind(operation, codec, dtype)
+    name = codec if isinstance(codec, str) else codec.name
+    plan = group.plans.get((operation, n, name, dtype))
+    if plan is None:
+        plan = group.plans[operation, n, name, dtype] = select.plan(operation, n, _bind(operation, codec, dtype), group)
+    if codec is name or plan.codec.name != name:
+        return algorithms[plan.algorithm], plan.codec
+    return algorithms[plan.algorithm], _bind(operation, codec, dtype)
+
+
+def _bind(operation: str, codec: str | Codec, dtype: torch.dtype) -> Codec:
+    """The codec for this operation on values of this dtype. Raises ValueError with what would be valid."""
+    if operation in SUMS and dtype not in VALUE_TYPES:
+        raise ValueError(f"{operation} sums {', '.join(map(str, VALUE_TYPES))}, not {dtype}")
+    if not isinstance(codec, str):
+        if codec.dtype != dtype:
+            raise ValueError(f"{operation}: codec {codec.name} is for {codec.dtype}, the values are {dtype}")
+        return codec
+    return _raw(dtype) if codec == "raw" else find_codec(codec, dtype)
+
+
+@lru_cache(maxsize=None)
+def _raw(dtype: torch.dtype) -> Codec:
+    return Raw(dtype)
+
+
+def _like(name: str, out: Array, values: torch.Tensor, n: int) -> torch.Tensor:
+    """`out` as a flat tensor that can take n results. Raises ValueError."""
+    result = flat(out, written=True)
+    if result.dtype != values.dtype or result.numel() != n:
+        raise ValueError(
+            f"{name} has {result.numel()} values of {result.dtype}, the result has {n} of {values.dtype}"
+        )
+    return result
+
+
+def _copied(values: torch.Tensor, x: Array, out: Array) -> torch.Tensor:
+    """out, as a flat tensor, with x's values in it."""
+    if type(out) is not type(x) or tuple(out.shape) != tuple(x.shape):
+        raise ValueError(
+            f"out is a {type(out).__name__} of shape {tuple(out.shape)}, x a {type(x).__name__} of {tuple(x.shape)}"
+        )
+    result = _like("out", out, values, values.numel())
+    if result.data_ptr() != values.data_ptr():
+        if overlap(result, values):
+            raise ValueError("out overlaps x but is not x")
+        result.copy_(values)
+    return result

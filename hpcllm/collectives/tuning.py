@@ -1,0 +1,170 @@
+"""tuning.toml <-> Tuning: what `python -m hpcllm.perf tune` measured on an allocation. Pure: no torch, no mpi4py.
+
+    [measured]  where and when         [near] [far] [window]  links          [core]  calls, copies
+    [library.allreduce]  the MPI library's own, as one link         [codec."int8:256".float32]  ratio and rates
+
+Files come from elsewhere: every key, type and range is checked before a number is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcllm.codecs.names import examples, parse_name
+from hpcllm.collectives.cost import COSTS, VALUE_BITS, Coding, Link, Rates
+from hpcllm.errors import ConfigError
+from hpcllm.printable import printable
+
+LARGEST_FILE_BYTES = 1 << 20
+LINK_KEYS = ("latency_s", "bandwidth_gb_s")
+CORE_KEYS = ("call_s", "message_s", "copy_gb_s", "memory_gb_s")
+CODING_KEYS = ("ratio", "encode_gb_s", "decode_gb_s", "add_gb_s")
+FACTS = {"machine": str, "library": str, "date": str, "ranks": int, "nodes": int}
+TABLES = ("measured", "near", "far", "window", "core", "library", "codec")
+COMMENTS = {
+    "near": "between ranks of one node: seconds of an empty message, GB/s of each rank while all of them send",
+    "far": "between nodes, if there was more than one: GB/s of a node while all its ranks send",
+    "window": "a sum through a node's shared memory, as a link that a formula takes",
+    "core": "seconds of a call, of starting a message; GB/s copied within caches, and far beyond them",
+    "library": "the MPI library's own collectives, as links that a formula takes: seconds a round, GB/s",
+    "codec": "uncompressed bytes / bytes sent; GB/s of uncompressed bytes of one rank while all work",
+}
+
+
+@dataclass(frozen=True)
+class Tuning:
+    rates: Rates
+    facts: Mapping[str, str | int]  # machine, library, date, ranks, nodes
+
+
+def load_tuning(path: str | Path) -> Tuning:
+    """Read and check a file. Not collective: see together.on_root. Raises ConfigError."""
+    try:
+        if not Path(path).is_file():  # opening a pipe would wait for its writer
+            raise ValueError("there is no such file")
+        with open(path, "rb") as file:
+            data = file.read(LARGEST_FILE_BYTES + 1)
+        if len(data) > LARGEST_FILE_BYTES:
+            raise ValueError(f"more than {LARGEST_FILE_BYTES} bytes")
+        tables = tomllib.loads(data.decode())
+    except (OSError, ValueError, RecursionError) as error:  # TOML and Unicode errors are ValueErrors
+        raise ConfigError(f"cannot read the tuning file {str(path)!r}: {error}; `perf tune` writes one") from error
+    try:
+        return from_tables(tables)
+    except ConfigError as error:
+        raise ConfigError(f"tuning file {str(path)!r}: {error}") from error
+
+
+def to_text(tuning: Tuning) -> str:
+    """The file, with what each table means; load_tuning gives back the same numbers."""
+    lines = ['# Measured by `python -m hpcllm.perf tune`; read by [communication] tuning = "...". GB = 1e9 bytes.']
+    for title, table in _tables(tuning):
+        head = title.split(".")[0]
+        if head in COMMENTS and not any(line.startswith(f"[{head}") for line in lines):
+            lines += ["", f"# {COMMENTS[head]}"]
+        lines += ["", f"[{title}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def from_tables(tables: dict[str, Any]) -> Tuning:
+    """Nested dicts -> Tuning. Raises ConfigError with the key, the value and what is valid."""
+    _known("", tables, TABLES)
+    near = _link("near", _table(tables, "near"))
+    core = _numbers("core", _table(tables, "core"), CORE_KEYS)
+    rates = Rates(
+        near=near,
+        far=_link("far", tables["far"]) if "far" in tables else near,
+        window=_link("window", _table(tables, "window")),
+        codings=_codings(_table(tables, "codec")),
+        library={name: _link(f"library.{name}", link) for name, link in _library(tables).items()},
+        **core,
+    )
+    return Tuning(rates, _facts(_table(tables, "measured")))
+
+
+def _tables(tuning: Tuning) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    rates = tuning.rates
+    yield "measured", tuning.facts
+    yield "near", dataclasses.asdict(rates.near)
+    if rates.far != rates.near:
+        yield "far", dataclasses.asdict(rates.far)
+    yield "window", dataclasses.asdict(rates.window)
+    yield "core", {key: getattr(rates, key) for key in CORE_KEYS}
+    for operation, link in rates.library.items():
+        yield f"library.{operation}", dataclasses.asdict(link)
+    for (codec, dtype), coding in rates.codings.items():
+        yield f'codec."{codec}".{dtype}', {key: getattr(coding, key) for key in CODING_KEYS}
+
+
+def _toml(value: str | float) -> str:
+    return json.dumps(printable(value), ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def _facts(table: dict[str, Any]) -> dict[str, str | int]:
+    _known("measured", table, FACTS)
+    for key, value in table.items():
+        if type(value) is not FACTS[key]:
+            raise ConfigError(f"measured.{key} = {value!r} should be {FACTS[key].__name__}")
+    return table
+
+
+def _library(tables: dict[str, Any]) -> dict[str, Any]:
+    table = _table(tables, "library")
+    _known("library", table, COSTS)
+    return table
+
+
+def _codings(table: dict[str, Any]) -> dict[tuple[str, str], Coding]:
+    codings = {}
+    for codec, dtypes in table.items():
+        try:
+            name = str(parse_name(codec))
+        except ValueError as error:
+            raise ConfigError(f"codec.{codec!r}: {error} (one of each kind: {', '.join(examples())})") from error
+        _known(f"codec.{codec!r}", dtypes, VALUE_BITS)
+        for dtype, numbers in dtypes.items():
+            codings[name, dtype] = Coding(name, **_numbers(f"codec.{codec!r}.{dtype}", numbers, CODING_KEYS))
+    if not any(codec == "raw" for codec, _ in codings):
+        raise ConfigError("[codec.raw.float32] is missing: everything is compared with it")
+    return codings
+
+
+def _link(title: str, table: Any) -> Link:
+    return Link(**_numbers(title, table, LINK_KEYS))
+
+
+def _numbers(title: str, table: Any, keys: Iterable[str]) -> dict[str, float]:
+    _known(title, table, keys)
+    missing = [key for key in keys if key not in table]
+    if missing:
+        raise ConfigError(f"{title}.{missing[0]} is missing; valid: a number above 0")
+    return {key: _positive(f"{title}.{key}", table[key]) for key in keys}
+
+
+def _positive(key: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 1e-15 <= value <= 1e15:  # also refuses NaN; the range keeps sums finite
+        raise ConfigError(f"{key} = {value!r} is out of range; valid: a finite number above 0")
+    return float(value)
+
+
+def _table(tables: dict[str, Any], title: str) -> dict[str, Any]:
+    if title not in tables:
+        raise ConfigError(f"[{title}] is missing; write the file anew with `python -m hpcllm.perf tune`")
+    table = tables[title]
+    if not isinstance(table, dict):
+        raise ConfigError(f"{title} = {table!r} should be a table")
+    return table
+
+
+def _known(title: str, table: Any, valid: Iterable[str]) -> None:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{title} = {table!r} should be a table")
+    for key in table:
+        if key not in valid:
+            raise ConfigError(f"unknown key {title + '.' if title else ''}{key}; valid: {', '.join(valid)}")

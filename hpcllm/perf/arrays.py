@@ -1,0 +1,81 @@
+"""The arrays of one operation at one size, with fresh data in them: what a front door is called with.
+
+               x, left as it was or summed into            out
+allreduce      (size,)                                     x
+reduce_scatter (size,)                                     (this rank's chunk,)
+allgather      (size,)                                     (ranks * size,)
+alltoall       (ranks * size,)                             (ranks * size,)
+broadcast      (size,)                                     x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from hpcllm.codecs import Codec
+from hpcllm.collectives import operations
+from hpcllm.collectives.group import Group
+from hpcllm.collectives.window import free_shared, shared_zeros
+from hpcllm.perf.library import library_call
+from hpcllm.perf.values import pattern, unroll
+
+LIBRARY = "mpi"  # the algorithm that is not ours
+IN_PLACE = ("allreduce", "broadcast")
+
+
+def lengths(operation: str, size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Values of x and of out; size is counted as on the command line, in values."""
+    start, end = operations.chunk_range(size, ranks, rank)
+    x = size * ranks if operation == "alltoall" else size
+    return x, {"reduce_scatter": end - start, "allgather": size * ranks}.get(operation, x)
+
+
+class Arrays:
+    """Collective over group, as is `free`. device: "cpu" or "cuda"; shared: in the node's shared memory, of the CPU."""
+
+    def __init__(
+        self, operation: str, size: int, dtype: torch.dtype, group: Group, device: str = "cpu", shared: bool = False
+    ) -> None:
+        self.operation, self.size, self.group, self.device, self.shared = operation, size, group, device, shared
+        x, out = lengths(operation, size, group.rank, group.size)
+        self.x = self._zeros(x, dtype)
+        self.out = self.x if operation in IN_PLACE else self._zeros(out, dtype)
+        values = torch.zeros(x, dtype=dtype)
+        if operation != "broadcast" or group.rank == 0:
+            unroll(pattern(group.rank, dtype), 0, values)
+        self._fresh = values.to(device)
+
+    @property
+    def planned(self) -> int:
+        """Values that select.plan counts: of x, for an all-gather of what it brings together."""
+        return self.out.numel() if self.operation == "allgather" else self.x.numel()
+
+    def refresh(self) -> None:
+        self.x.copy_(self._fresh)
+        self.arrive()
+
+    def call(self, algorithm: str, codec: Codec) -> Callable[[], object]:
+        """A call without arguments. Raises ValueError if there is none, at the latest when it is called."""
+        if algorithm == LIBRARY:
+            return library_call(self.operation, self.x, self.out, codec, self.group.comm)
+        if self.operation == "broadcast":
+            return lambda: operations.broadcast(self.x, self.group, 0, codec, algorithm)
+        door = getattr(operations, self.operation)
+        return lambda: door(self.x, self.group, codec, algorithm, self.out)
+
+    def arrive(self) -> None:
+        """Return when the device has done what it was told."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def free(self) -> None:
+        """Give back shared memory, which would stay as long as the group."""
+        if self.shared:
+            for array in [self.x] if self.operation in IN_PLACE else [self.x, self.out]:
+                if array.numel():
+                    free_shared(array, self.group)
+
+    def _zeros(self, n: int, dtype: torch.dtype) -> torch.Tensor:
+        return shared_zeros(n, self.group, dtype) if self.shared else torch.zeros(n, dtype=dtype, device=self.device)

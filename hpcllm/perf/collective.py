@@ -1,0 +1,237 @@
+"""The commands allreduce, reduce_scatter, allgather, alltoall and broadcast.
+
+    for each size:   every way once          its error, its bytes on the wire, with --check every value
+                     all ways in turns       timing.py
+                     a record each
+
+A way is an algorithm with a codec. `mpi` is the library's bare call; all others go through the front doors, as a caller
+would. Data is fresh in every iteration, and brought outside the timed part.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from hpcllm.codecs import Codec, find_codec
+from hpcllm.collectives import group_of, operations, select
+from hpcllm.collectives.choice import candidates
+from hpcllm.collectives.cost import Shape
+from hpcllm.collectives.group import Group
+from hpcllm.collectives.tuning import load_tuning
+from hpcllm.errors import ConfigError
+from hpcllm.perf.arguments import VALUE_BYTES, Options
+from hpcllm.perf.arrays import LIBRARY, Arrays, lengths
+from hpcllm.perf.check import distance, same_bits
+from hpcllm.perf.limits import bound_s, bus_factor
+from hpcllm.perf.machine import VALUE_TYPES, check_device, check_memory, facts, library_name
+from hpcllm.perf.p2p import measure_link
+from hpcllm.perf.records import Record, finite
+from hpcllm.perf.report import Report
+from hpcllm.perf.timing import Case, Seconds, in_turns, meet
+from hpcllm.perf.values import codec_ratio, expected
+from hpcllm.together import on_root
+from hpcllm.waiting import Waits
+
+FIRST = (LIBRARY, "native", "auto")
+REPLICATED = ("allreduce", "allgather", "broadcast")  # all ranks end with the same
+PROBE_VALUES = 64
+LIMIT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Way:
+    algorithm: str
+    codec: Codec
+
+    def __str__(self) -> str:
+        return f"{self.algorithm} {self.codec.name}"
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Of one way at one size."""
+
+    rel_error: float
+    ratio: float
+    chosen: str
+    failure: str  # what --check found, or nothing
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What stays the same over the sizes."""
+
+    operation: str
+    options: Options
+    group: Group
+    ways: Sequence[Way]
+    link_gb_s: float | None
+    stopping: Callable[[], bool]
+
+
+def run(operation: str, options: Options, comm: MPI.Intracomm, stopping: Callable[[], bool]) -> int:
+    """Measure; 1 if --check found an error. Collective over comm. Raises ConfigError before any work."""
+    group = group_of(comm)
+    _check(operation, options, group)
+    report = Report(options, comm, len(options.sizes))
+    ways = find_ways(operation, options, group)
+    bench = Bench(operation, options, group, ways, options.bandwidth_gb_s or measure_link(group), stopping)
+    for line in _head(bench):
+        report.say(line)
+    failures: list[str] = []
+    for size_bytes in options.sizes:
+        if meet(comm, stopping()):
+            break
+        records, found = measure(bench, size_bytes)
+        report.add(records)
+        failures += found
+    report.close()
+    for failure in failures if comm.rank == 0 else []:
+        print(f"hpcllm: --check: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def measure(bench: Bench, size_bytes: int) -> tuple[list[Record], list[str]]:
+    """A record of each way, and what --check found. Collective."""
+    options, group = bench.options, bench.group
+    size = size_bytes // VALUE_BYTES[options.dtype]
+    shared = options.memory == "shared"
+    arrays = Arrays(bench.operation, size, VALUE_TYPES[options.dtype], group, options.device, shared)
+    qualities = [assess(arrays, way, options.check) for way in bench.ways]
+    cases = [_case(arrays, way) for way in bench.ways]
+    timed = in_turns(group.comm, cases, options.rounds(size_bytes), options.warmup, bench.stopping)
+    arrays.free()
+    rows = zip(bench.ways, qualities, timed, strict=False)  # nothing was timed if a signal came at once
+    failures = [
+        f"{way} at {size_bytes} bytes: {q.failure}" for way, q in zip(bench.ways, qualities, strict=True) if q.failure
+    ]
+    return [_record(bench, size_bytes, *row) for row in rows], failures
+
+
+def find_ways(operation: str, options: Options, group: Group) -> list[Way]:
+    """Each asked algorithm with each codec that it can carry, found out by trying. Collective. Raises ConfigError."""
+    ways = _asked_ways(operation, options, group)
+    arrays = Arrays(operation, PROBE_VALUES, VALUE_TYPES[options.dtype], group, options.device)
+    refusals: dict[Way, str] = {}
+    for way in ways:
+        arrays.refresh()
+        try:
+            arrays.call(way.algorithm, way.codec)()
+        except ValueError as error:
+            refusals[way] = f"{way} left out: {error}"
+    if len(refusals) == len(ways):
+        raise ConfigError(f"nothing to measure: {'; '.join(refusals.values())}")
+    for refusal in refusals.values() if group.rank == 0 and options.algorithms else []:
+        print(f"hpcllm: {refusal}", file=sys.stderr)
+    return [way for way in ways if way not in refusals]
+
+
+def _asked_ways(operation: str, options: Options, group: Group) -> list[Way]:
+    """By default the library's and all between which `auto` chooses."""
+    shape = Shape(group.size, group.nodes, group.lanes)
+    valid = list(dict.fromkeys([*FIRST, *operations.ALGORITHMS[operation]]))
+    unknown = [name for name in options.algorithms if name not in (*valid, "all")]
+    if unknown:
+        raise ConfigError(f"--algorithms {unknown[0]!r} is unknown; valid for {operation}: {', '.join(valid)}, or all")
+    ways = []
+    for codec in options.codecs:
+        names: Sequence[str] = valid if "all" in options.algorithms else options.algorithms
+        if not names:
+            good = candidates(operation, codec, options.dtype, shape)
+            names = [name for name in valid if name in FIRST or name in good]
+        ways += [Way(name, find_codec(codec, VALUE_TYPES[options.dtype])) for name in names]
+    return sorted(ways, key=lambda way: valid.index(way.algorithm))
+
+
+def assess(arrays: Arrays, way: Way, check: bool) -> Quality:
+    """From one run into memory that holds no earlier result. Collective."""
+    arrays.out.fill_(torch.nan)
+    arrays.refresh()
+    wire, group = arrays.group.wire, arrays.group
+    before = np.array([wire.plain_bytes, wire.sent_bytes])
+    arrays.call(way.algorithm, way.codec)()
+    counted = np.array([wire.plain_bytes, wire.sent_bytes]) - before
+    Waits(LIMIT_S).allreduce(group.comm, counted, lambda: "all ranks' byte counters")
+    ratio = float(counted[0] / counted[1]) if counted[1] else 1.0
+    algorithm, chosen = way.algorithm, ""
+    if algorithm == "auto":
+        plan = select.plan(arrays.operation, arrays.planned, way.codec, group)
+        algorithm, chosen = plan.algorithm, f"{plan.algorithm} {plan.codec.name}"
+    result = arrays.out.cpu()
+    truth = expected(arrays.operation, arrays.size, group.rank, group.size, way.codec, algorithm)
+    found = distance(result, truth, group.comm, check)
+    failures = [f"{found.outside} values are further off than {way.codec.name} can be"] if found.outside else []
+    if check and arrays.operation in REPLICATED and not same_bits(result, group.comm):
+        failures.append("ranks end with different bits")
+    return Quality(found.relative, ratio, chosen, " and ".join(failures))
+
+
+def _case(arrays: Arrays, way: Way) -> Case:
+    call = arrays.call(way.algorithm, way.codec)
+
+    def timed() -> None:
+        call()
+        arrays.arrive()
+
+    return Case(arrays.refresh, timed)
+
+
+def _record(bench: Bench, size_bytes: int, way: Way, quality: Quality, seconds: Seconds) -> Record:
+    options, ranks, nodes = bench.options, bench.group.size, bench.group.nodes
+    ratio, link = codec_ratio(way.codec.name, way.codec.dtype), bench.link_gb_s
+    rate = size_bytes / seconds.median / 1e9
+    return Record(
+        operation=bench.operation,
+        algorithm=way.algorithm,
+        codec=way.codec.name,
+        dtype=options.dtype,
+        ranks=ranks,
+        nodes=nodes,
+        bytes=size_bytes,
+        **seconds.summary(),
+        algbw_gb_s=rate,
+        busbw_gb_s=rate * bus_factor(bench.operation, ranks),
+        rel_error=finite(quality.rel_error),
+        ratio=quality.ratio,
+        library=library_name(),
+        memory=options.memory,
+        device=options.device,
+        bound_s=bound_s(bench.operation, size_bytes, ranks, nodes, ratio, link) if link else None,
+        link_gb_s=link,
+        chosen=quality.chosen,
+    )
+
+
+def _check(operation: str, options: Options, group: Group) -> None:
+    """Raises ConfigError for what cannot be measured here. Collective."""
+    check_device(options.device)
+    if (options.device, options.memory) == ("cuda", "shared"):
+        raise ConfigError("--memory shared holds arrays of the CPU; valid with --device cuda: private")
+    x, out = lengths(operation, options.sizes[-1], 0, group.size)
+    check_memory(4 * max(x, out), group)  # x, its fresh copy, out, and what an algorithm works in
+    if options.tuning:
+        path = options.tuning
+        select.use_tuning(group, on_root(group.comm, lambda: load_tuning(path)))
+
+
+def _head(bench: Bench) -> list[str]:
+    options, group = bench.options, bench.group
+    lines = [f"# {bench.operation}, {facts(options.dtype, group)}, {options.memory} memory on {options.device}"]
+    if options.device == "cuda":
+        lines.append("# arrays on the GPU are staged through host memory: the times hold both copies")
+    lines.append("# seconds: the slowest rank of each iteration; GB = 1e9 bytes of uncompressed data")
+    if bench.link_gb_s is None:
+        lines.append("# one rank: nothing is sent, so there is no bound")
+    else:
+        source = "given" if options.bandwidth_gb_s else "measured: the best of a stream between two ranks"
+        place = (
+            "a node's link" if group.nodes > 1 else "messages through shared memory, which node_window need not send"
+        )
+        lines.append(f"# bound: {bench.link_gb_s:.3g} GB/s ({source}) of {place}; no latency")
+    return lines

@@ -1,0 +1,217 @@
+"""`p2p`: two ranks, and what a codec does for a message between them.
+
+    pingpong   encode, send ->, receive, decode, encode, <- send, receive, decode      time of one way = half
+    stream     encode 0, send ->, encode 1 ..., at most two on their way               time of one of MESSAGES
+                               receive 0, decode 0 ...          <- "all here"
+
+Between the first and the last rank, and if that one is on another node, also with a rank of the first one's node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from hpcllm import buffers
+from hpcllm.codecs import Codec, find_codec
+from hpcllm.collectives import group_of
+from hpcllm.collectives.group import Group
+from hpcllm.errors import ConfigError
+from hpcllm.perf.arguments import VALUE_BYTES, Options
+from hpcllm.perf.check import Distance, distance
+from hpcllm.perf.limits import bound_s
+from hpcllm.perf.machine import VALUE_TYPES, check_memory, facts, library_name, node_of_ranks
+from hpcllm.perf.records import Record, finite
+from hpcllm.perf.report import Report
+from hpcllm.perf.timing import Case, Seconds, finish, in_turns, meet
+from hpcllm.perf.values import codec_ratio, expected, pattern, unroll
+
+MESSAGES = 8  # of a stream
+SLOTS = 2
+LINK_SIZES, LINK_ROUNDS = (1 << 20, 4 << 20), 5
+
+
+@dataclass
+class End:
+    """This rank's end of messages of n values between ranks 0 and 1 of comm."""
+
+    comm: MPI.Intracomm
+    codec: Codec
+    x: torch.Tensor  # (n,) of codec.dtype: what is sent
+    out: torch.Tensor  # (n,): what has come
+    slots: list[torch.Tensor] = field(init=False)  # encoded
+
+    def __post_init__(self) -> None:
+        capacity = self.codec.encoded_bytes(self.x.numel())
+        self.slots = [torch.empty(capacity, dtype=torch.uint8) for _ in range(SLOTS)]
+
+    def pingpong(self) -> None:
+        if self.comm.rank == 0:
+            finish(self.send(0), "a ping to leave")
+        self.take(0, self.receive(0))
+        if self.comm.rank == 1:
+            finish(self.send(0), "a pong to leave")
+
+    def stream(self) -> None:
+        sending = self.comm.rank == 0
+        start = self.send if sending else self.receive
+        flying = [start(slot) for slot in range(SLOTS)]
+        for message in range(MESSAGES):
+            slot = message % SLOTS
+            if sending:
+                finish(flying[slot], f"message {message} of a stream to leave")
+            else:
+                self.take(slot, flying[slot])
+            flying[slot] = start(slot) if message + SLOTS < MESSAGES else []
+        finish(self._last_word(sending), "the end of a stream")
+
+    def send(self, slot: int) -> list[MPI.Request]:
+        return buffers.isend(self.comm, self.codec.encode(self.x, self.slots[slot]), 1 - self.comm.rank, 0)
+
+    def receive(self, slot: int) -> list[MPI.Request]:
+        return buffers.irecv(self.comm, self.slots[slot], 1 - self.comm.rank, 0)
+
+    def take(self, slot: int, requests: list[MPI.Request]) -> None:
+        finish(requests, "a message to come")
+        data = self.slots[slot]
+        self.codec.decode(data[: self.codec.used_bytes(data, self.x.numel())], self.out)
+
+    def _last_word(self, sending: bool) -> list[MPI.Request]:
+        self._word = torch.zeros(1, dtype=torch.uint8)
+        return (buffers.irecv if sending else buffers.isend)(self.comm, self._word, 1 - self.comm.rank, 1)
+
+
+def run(operation: str, options: Options, comm: MPI.Intracomm, stopping: Callable[[], bool]) -> int:
+    """Measure. Collective over comm. Raises ConfigError with one rank, and before any work."""
+    group = group_of(comm)
+    if comm.size == 1:
+        raise ConfigError("p2p needs two ranks, and this job has one; start it with mpirun -n 2 or srun --ntasks=2")
+    if options.sizes[-1] > buffers.LARGEST_MESSAGE_BYTES // 2:
+        raise ConfigError(f"--sizes: p2p takes messages up to {buffers.LARGEST_MESSAGE_BYTES >> 21}M")
+    check_memory(8 * options.sizes[-1], group)
+    peers = _peers(group)
+    report = Report(options, comm, len(peers) * len(options.sizes))
+    report.say(f"# {operation}, {facts(options.dtype, group)}; seconds of one message, encode and decode included")
+    for peer, nodes in peers:
+        pair = _pair(comm, peer)
+        link = options.bandwidth_gb_s or _link_gb_s(comm, pair)
+        report.say(f"# rank 0 and rank {peer}, {'another' if nodes > 1 else 'the same'} node, link {link:.3g} GB/s")
+        for size_bytes in options.sizes:
+            if meet(comm, stopping()):
+                break
+            rows = _measure(options, size_bytes, pair, nodes, link, stopping) if pair != MPI.COMM_NULL else []
+            report.add(rows)
+        if pair != MPI.COMM_NULL:
+            pair.Free()
+    report.close()
+    return 0
+
+
+def measure_link(group: Group) -> float | None:
+    """GB/s of a stream from rank 0 to the first rank of another node, or of its own if there is one node only;
+    None for one rank. Collective over group."""
+    if group.size == 1:
+        return None
+    nodes = node_of_ranks(group)
+    others = np.flatnonzero(nodes != nodes[0])
+    peer = int(others[0]) if others.size else 1
+    pair = _pair(group.comm, peer)
+    rate = _link_gb_s(group.comm, pair)
+    if pair != MPI.COMM_NULL:
+        pair.Free()
+    return rate
+
+
+def _pair(comm: MPI.Intracomm, peer: int) -> MPI.Intracomm:
+    """Ranks 0 and `peer`; COMM_NULL on the others. Collective over comm."""
+    return MPI.Intracomm(comm.Split(0 if comm.rank in (0, peer) else MPI.UNDEFINED, comm.rank))
+
+
+def _link_gb_s(comm: MPI.Intracomm, pair: MPI.Intracomm) -> float:
+    """The best of some streams, as it is to be a limit; known on all ranks of comm. Collective over comm."""
+    rate = np.zeros(1)
+    if pair != MPI.COMM_NULL:
+        ends = [_end(pair, size // 4, find_codec("raw", torch.float32)) for size in LINK_SIZES]
+        timed = in_turns(pair, [Case(_nothing, end.stream) for end in ends], LINK_ROUNDS, 1, lambda: False)
+        rates = [MESSAGES * size / s.samples.min() / 1e9 for size, s in zip(LINK_SIZES, timed, strict=True)]
+        rate[0] = max(rates)
+    comm.Bcast(rate, root=0)
+    return float(rate[0])
+
+
+def _measure(
+    options: Options, size_bytes: int, pair: MPI.Intracomm, nodes: int, link: float, stopping: Callable[[], bool]
+) -> list[Record]:
+    """Records of all codecs at one size. Collective over pair."""
+    n = size_bytes // VALUE_BYTES[options.dtype]
+    ends = [_end(pair, n, find_codec(name, VALUE_TYPES[options.dtype])) for name in options.codecs]
+    errors = [_error(end) for end in ends]
+    cases = [Case(_nothing, run) for end in ends for run in (end.pingpong, end.stream)]
+    timed = in_turns(pair, cases, options.rounds(size_bytes), options.warmup, stopping)
+    rows = []
+    for index, seconds in enumerate(timed):
+        end, error = ends[index // 2], errors[index // 2]
+        name, messages = ("stream", MESSAGES) if index % 2 else ("pingpong", 2)
+        rows.append(_record(options, size_bytes, name, end.codec, seconds.each(messages), error, nodes, link))
+    return rows
+
+
+def _record(
+    options: Options,
+    size_bytes: int,
+    algorithm: str,
+    codec: Codec,
+    seconds: Seconds,
+    error: Distance,
+    nodes: int,
+    link: float,
+) -> Record:
+    ratio, rate = codec_ratio(codec.name, codec.dtype), size_bytes / seconds.median / 1e9
+    return Record(
+        operation="p2p",
+        algorithm=algorithm,
+        codec=codec.name,
+        dtype=options.dtype,
+        ranks=2,
+        nodes=nodes,
+        bytes=size_bytes,
+        **seconds.summary(),
+        algbw_gb_s=rate,
+        busbw_gb_s=rate,
+        rel_error=finite(error.relative),
+        ratio=ratio,
+        library=library_name(),
+        bound_s=bound_s("p2p", size_bytes, 2, nodes, ratio, link),
+        link_gb_s=link,
+    )
+
+
+def _end(pair: MPI.Intracomm, n: int, codec: Codec) -> End:
+    x = torch.empty(n, dtype=codec.dtype)
+    unroll(pattern(0, codec.dtype), 0, x)
+    return End(pair, codec, x, torch.zeros_like(x))
+
+
+def _error(end: End) -> Distance:
+    end.out.fill_(torch.nan)
+    end.pingpong()
+    truth = expected("p2p", end.x.numel(), end.comm.rank, 2, end.codec, "")
+    return distance(end.out, truth, end.comm, check=False)
+
+
+def _peers(group: Group) -> list[tuple[int, int]]:
+    """(rank, nodes of it and rank 0): the last rank, and one of rank 0's own node if the last is not. Collective."""
+    nodes = node_of_ranks(group)
+    last = group.size - 1
+    if nodes[last] == nodes[0]:
+        return [(last, 1)]
+    near = [int(rank) for rank in np.flatnonzero(nodes == nodes[0]) if rank]
+    return [(last, 2), *((rank, 1) for rank in near[:1])]
+
+
+def _nothing() -> None:
+    """What is sent stays as it is."""

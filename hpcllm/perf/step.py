@@ -1,0 +1,132 @@
+"""`step`: one training step under several communication policies, in turns.
+
+    RUN.toml --+-- policy none   --> parts --+
+               +-- policy hpcllm --> parts --+--> step, step, step, step ...    A B A B: drift hits all alike
+
+The model is trained while it is measured, so values are real gradients; nothing is written to the run folder. Traffic
+is never exact here: `exact_steps` are the first of a run, and this measures the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from mpi4py import MPI
+
+from hpcllm import config as configs
+from hpcllm.assemble import Parts, assemble
+from hpcllm.collectives import group_of
+from hpcllm.config import Config
+from hpcllm.errors import ConfigError
+from hpcllm.metrics import KINDS, TRAFFIC, Traffic
+from hpcllm.policy import POLICIES
+from hpcllm.step import forward_backward
+from hpcllm.together import on_root
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN.toml", help="a run file, as for `hpcllm train`")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
+    parser.add_argument("--policies", default="none,hpcllm", help=f"with commas, of {', '.join(POLICIES)}")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of each policy (default: 10)")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them (default: 2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records as JSON")
+
+
+def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
+    """Measure and print. Collective over comm. Raises UserError."""
+    policies = on_root(comm, lambda: _policies(arguments))
+    tables = on_root(comm, lambda: configs.to_tables(configs.load(arguments.run, arguments.overrides)))
+    records = measure(configs.from_tables(tables), policies, arguments.steps, arguments.warmup, comm)
+    if comm.rank == 0:
+        print("\n".join(_table(records)))
+        if arguments.json:
+            arguments.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def measure(config: Config, policies: Sequence[str], steps: int, warmup: int, comm: MPI.Intracomm) -> list[Any]:
+    """One record a policy; times are those of the slowest rank. Collective over comm."""
+    with ExitStack() as stack:
+        runs = [stack.enter_context(assemble(_with_policy(config, policy), comm)) for policy in policies]
+        times: list[list[float]] = [[] for _ in runs]
+        traffic = [parts.traffic() for parts in runs]
+        for number in range(warmup + steps):
+            if number == warmup:
+                traffic = [parts.traffic() for parts in runs]
+            for parts, seconds in zip(runs, times, strict=True):
+                seconds.append(_step_s(parts, number, comm))
+        return [
+            _record(policy, parts, seconds[warmup:], (parts.traffic() - before) / steps, comm)
+            for policy, parts, seconds, before in zip(policies, runs, times, traffic, strict=True)
+        ]
+
+
+def _with_policy(config: Config, policy: str) -> Config:
+    communication = dataclasses.replace(config.communication, policy=policy, exact_steps=0)
+    return dataclasses.replace(config, communication=communication)
+
+
+def _step_s(parts: Parts, number: int, comm: MPI.Intracomm) -> float:
+    parts.control.all([comm.Ibarrier()], lambda: "all ranks to begin a timed step")
+    start = time.perf_counter()
+    forward_backward(parts, number, number * parts.config.data.global_batch)
+    parts.adamw.step()
+    return time.perf_counter() - start
+
+
+def _record(policy: str, parts: Parts, seconds: list[float], traffic: Traffic, comm: MPI.Intracomm) -> dict[str, Any]:
+    slowest = [max(of_a_step) for of_a_step in zip(*comm.allgather(seconds), strict=True)]
+    sums = dict(zip(TRAFFIC, sum(comm.allgather(traffic)).tolist(), strict=True))
+    data = parts.config.data
+    record = {
+        "operation": "step",
+        "policy": policy,
+        "codecs": configs.traffic_codecs(parts.config.communication),
+        **parts.mesh.shape,
+        "ranks": comm.size,
+        "nodes": group_of(comm).nodes,
+        "parameters": comm.allreduce(sum(parts.parameters[name].numel() for name in parts.owned)) // parts.mesh.dp.size,
+        "tokens": data.global_batch * data.sequence_length,
+        "median_s": median(slowest),
+        "min_s": min(slowest),
+        "max_s": max(slowest),
+        "tokens_per_s": data.global_batch * data.sequence_length / median(slowest),
+        "exposed_s": sums["exposed_s"] / comm.size,
+        "hidden_s": sums["hidden_s"] / comm.size,
+        "library": MPI.Get_library_version().splitlines()[0].strip(),
+    }
+    return record | {f"{kind}_{what}": sums[f"{kind}_{what}"] for kind in KINDS for what in ("plain_bytes", "bytes")}
+
+
+def _policies(arguments: argparse.Namespace) -> list[str]:
+    names: list[str] = arguments.policies.split(",")
+    for name in names:
+        if name not in POLICIES:
+            raise ConfigError(f"--policies {name!r} is unknown; valid: {', '.join(POLICIES)}")
+    if arguments.steps < 1 or arguments.warmup < 0:
+        raise ConfigError(f"--steps {arguments.steps} --warmup {arguments.warmup}: valid: from 1, and from 0")
+    return names
+
+
+def _table(records: list[dict[str, Any]]) -> list[str]:
+    head = (
+        f"{'policy':<10}{'step ms':>9}{'tokens/s':>11}{'speed-up':>10}{'exposed ms':>12}{'hidden ms':>11}{'MB sent':>9}"
+    )
+    lines = [head]
+    for record in records:
+        sent_bytes = sum(record[f"{kind}_bytes"] for kind in KINDS)
+        lines.append(
+            f"{record['policy']:<10}{1e3 * record['median_s']:>9.1f}{record['tokens_per_s']:>11,.0f}"
+            f"{records[0]['median_s'] / record['median_s']:>10.2f}{1e3 * record['exposed_s']:>12.1f}"
+            f"{1e3 * record['hidden_s']:>11.1f}{sent_bytes / 1e6:>9.2f}"
+        )
+    return lines

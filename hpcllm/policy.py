@@ -1,0 +1,61 @@
+"""Which codec travels with which kind of traffic. Pure.
+
+    gradients    summed over dp, bucket by bucket        forward     activations, stage to stage
+    parameters   gathered over dp (sharded optimizer)    backward    their gradients, stage to stage
+
+`mzhybrid` and `zhybrid` are those of arXiv:2409.02423: lossless MPC, or mild zfp, where the model is split, and strong
+zfp on the gradients. `hpcllm` is ours: block int8 for gradients, whose error stays flat in the number of ranks, and
+lossless exponent coding where the model is split.
+"""
+
+from __future__ import annotations
+
+from hpcllm.codecs.names import parse_name
+from hpcllm.errors import ConfigError
+
+TRAFFIC = ("gradients", "parameters", "forward", "backward")
+POLICIES = {
+    "none": {},
+    "mzhybrid": {"gradients": "zfp:8", "forward": "mpc", "backward": "mpc"},
+    "zhybrid": {"gradients": "zfp:8", "forward": "zfp:16", "backward": "zfp:16"},
+    "hpcllm": {"gradients": "int8:256", "forward": "exp", "backward": "exp"},
+}
+FEEDBACK = "+ef"  # after the name of a lossy codec of gradients: with error feedback
+
+
+def codecs_of(policy: str, chosen: dict[str, str]) -> dict[str, str]:
+    """Kind of traffic -> codec name, "raw" where neither the run file nor the policy names one. Raises ConfigError.
+
+    chosen: what the run file says of each kind; an empty string leaves it to the policy.
+    """
+    codecs = {kind: chosen.get(kind) or POLICIES[policy].get(kind, "raw") for kind in TRAFFIC}
+    for kind, name in codecs.items():
+        _check(kind, name)
+    return codecs
+
+
+def _check(kind: str, name: str) -> None:
+    try:
+        parsed = parse_name(name.removesuffix(FEEDBACK))
+    except ValueError as error:
+        raise ConfigError(f"communication.{kind} = {name!r}: {error}") from error
+    if kind == "parameters" and name != "raw":
+        raise ConfigError(
+            f"communication.parameters = {name!r}: every replica updates all of its parameters itself, so none travel; "
+            "valid: 'raw' (sharded optimizer states, whose parameters do travel, are not built yet)"
+        )
+    if name.endswith(FEEDBACK) and (kind != "gradients" or parsed.lossless):
+        raise ConfigError(
+            f"communication.{kind} = {name!r}: error feedback makes up for what a lossy codec of gradients loses; "
+            f"valid here: {str(parsed)!r}"
+        )
+    if parsed.stochastic and kind != "gradients":
+        raise ConfigError(
+            f"communication.{kind} = {name!r}: stochastic rounding is for sums, whose errors it averages out; "
+            f"valid here: {str(parsed).removesuffix(':sr')!r}"
+        )
+
+
+def is_exact(parameter: str, words: str) -> bool:
+    """Whether a parameter's gradient travels exactly: one of `words` (comma-separated) stands in its name."""
+    return any(word in parameter for word in words.split(",") if word)

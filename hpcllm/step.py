@@ -1,0 +1,39 @@
+"""One step: samples -> forward and backward of every microbatch, gradients summed over dp meanwhile."""
+
+from __future__ import annotations
+
+import torch
+
+from hpcllm.assemble import Parts
+from hpcllm.data.sampler import read_batch
+
+
+def forward_backward(parts: Parts, step: int, position: int) -> float:
+    """Leave the summed gradients of the global batch at `position` in the buckets; returns this rank's share of the loss.
+
+    step: how many steps the run has made, which decides whether traffic is still exact. The share is in nats a token of
+    the global batch and 0 on all but the last stage. Collective over the mesh. Raises StallError.
+    """
+    data, communication = parts.config.data, parts.config.communication
+    tokens = data.global_batch * data.sequence_length
+    exact = step < communication.exact_steps
+    parts.engine.link.exact = exact
+    inputs, targets = _my_samples(parts, position)
+    parts.gradients.zero()
+
+    def arm(microbatch: int) -> None:
+        if microbatch == parts.last_backward:
+            parts.gradients.arm(step, exact)
+
+    loss = parts.engine.run(parts.actions, inputs, targets, 1 / tokens, arm)
+    parts.gradients.finish()
+    return loss / tokens
+
+
+def _my_samples(parts: Parts, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets (microbatches, size, sequence): this replica's share of the samples from `position` on."""
+    data, dp = parts.config.data, parts.mesh.dp
+    share = data.global_batch // dp.size
+    rows = read_batch(parts.tokens, parts.sampler, data.sequence_length, position + dp.rank * share, share)
+    batch = torch.from_numpy(rows).view(parts.config.pipeline.microbatches, -1, data.sequence_length + 1)
+    return batch[..., :-1], batch[..., 1:].contiguous()
