@@ -82,9 +82,8 @@ class Parts:
         """So far, of this rank: see metrics.TRAFFIC for the order."""
         link, gradients = self.engine.link, self.gradients
         exposed_s = link.waits.total_s + gradients.worker.exposed_s + self.control.total_s
-        hidden_s = max(0.0, gradients.sum_s - gradients.worker.exposed_s)
         ways = [count[way] for way in (Op.FORWARD, Op.BACKWARD) for count in (link.plain_bytes, link.sent_bytes)]
-        return np.array([exposed_s, hidden_s, self.wire.plain_bytes, self.wire.sent_bytes, *ways])
+        return np.array([exposed_s, gradients.hidden_s, self.wire.plain_bytes, self.wire.sent_bytes, *ways])
 
 
 def check_layout(config: Config, ranks: int) -> Config:

@@ -21,6 +21,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as (bytes,) uint8, shared, not copied. Raises ValueError if not contiguous."""
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)}, strides {tensor.stride()} is not contiguous")
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)  # an empty tensor may have strides that no view can be made of
     return tensor.detach().view(-1).view(torch.uint8)
 
 

@@ -24,7 +24,7 @@ from hpcllm.waiting import Waits
 
 def check_replicas(parameters: Mapping[str, torch.Tensor], dp: MPI.Intracomm, waits: Waits, step: int) -> None:
     """Compare the parameters of all ranks of dp. Collective over dp. Raises ReplicaError on all of them."""
-    sums = np.array([zlib.crc32(p.detach().numpy()) for p in parameters.values()], dtype=np.uint32)
+    sums = np.array([zlib.crc32(p.detach().numpy().data) for p in parameters.values()], dtype=np.uint32)
     digest = np.frombuffer(hashlib.blake2b(sums.tobytes(), digest_size=8).digest(), dtype=np.uint64)
     extremes = np.concatenate([digest, ~digest])  # the largest ~hash is that of the smallest hash
     waits.allreduce(dp, extremes, lambda: f"{dp.size} replicas to compare their parameters", MPI.MAX)

@@ -5,15 +5,15 @@
                                                         |                    `- to a multiple of 16 bytes
                                                         `- to a multiple of 4 bytes
 
-    scale = max(absmax / largest code, 2^-126)        code ~ value / scale        decoded = code * scale, rounded once
+    scale = max(absmax / steps, 2^-126)        code ~ value / scale        decoded = code * scale, rounded once
 
-absmax is taken on the bits, where Inf and NaN are the largest: a block with one of them has scale NaN and decodes to
-NaN as a whole. The least scale is the least normal number, so that 1 / scale is finite; blocks of tiny values keep an
-absolute error of half of it, and a block of zeros needs no rule of its own.
+steps is the float32 above the largest code: then no scale is rounded up so far that its product with the largest code
+is above absmax, which could be infinite. absmax is taken on the bits, where Inf and NaN are the largest: a block with
+one of them has scale NaN and decodes to NaN as a whole. The least scale is the least normal number, so that 1 / scale
+is finite; blocks of tiny values keep an absolute error of half of it, and a block of zeros needs no rule of its own.
 
 Padding is zero, so equal values give equal bytes. Any bytes of the right length decode to something: a code that no
-encoder writes (-128 of int8), a scale that is infinite or below zero, stand for their product. Values and bytes may
-lie at any address.
+encoder writes (-128 of int8), a scale that is infinite or below zero, stand for their product.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class BlockCodec:
         self._decode(self.format.decode_add, data, out)
 
     def bound(self, values: Doubles) -> Doubles:
-        """Infinite where a value of the same block is not finite. Counts the rounding to dtype that decoding ends with."""
+        """Infinite where a value of the block is not finite. Counts the rounding to dtype that decoding ends with."""
         if not values.size:
             return np.zeros(0)
         peaks = np.maximum.reduceat(np.abs(values), np.arange(0, values.size, self.block))  # NaN, if there is one
@@ -142,15 +142,20 @@ class BlockCodec:
             other.result()
 
 
+def steps_of(largest_code: float) -> np.float32:
+    return np.float32(np.nextafter(np.float32(largest_code), np.float32(np.inf)))
+
+
 @kernel
-def block_scale(values: Values, largest: np.float32) -> np.float32:
+def block_scale(values: Values, steps: np.float32) -> np.float32:
     """The scale of a block; NaN if one of its values is not finite."""
     peak = np.uint32(0)
     for i in range(values.size):
         peak = max(peak, np.uint32(bits_of(widened(values[i])) & MAGNITUDE))
     if peak >= INFINITY:
         return np.float32(np.nan)
-    return max(np.float32(float_of(peak) / largest), LEAST_SCALE)
+    scale: np.float32 = max(np.float32(float_of(peak) / steps), LEAST_SCALE)
+    return scale
 
 
 @cache

@@ -49,7 +49,8 @@ class Cast:
             return np.zeros_like(values)
         info = torch.finfo(self.wire)
         bounds = np.maximum(np.abs(values) * info.eps / 2, info.smallest_normal * info.eps / 2)
-        return np.where(np.abs(values) > info.max, np.inf, bounds)
+        largest = min(info.max, torch.finfo(self.dtype).max)  # 65504 of fp16 comes back from bf16 as 65536: infinite
+        return np.where(np.abs(values) + bounds > largest, np.inf, bounds)
 
     def _values(self, data: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         if data.numel() != self.encoded_bytes(out.numel()):

@@ -9,12 +9,15 @@ import torch
 
 from hpcllm.codecs.blocks import BlockCodec
 from hpcllm.codecs.cast import Cast
-from hpcllm.codecs.exponent import Exponent
+from hpcllm.codecs.exponent import EXPONENT, TILE
 from hpcllm.codecs.fp8 import FP8
+from hpcllm.codecs.mpc import MPC, TILE_BYTES
 from hpcllm.codecs.names import CodecName, parse_name
 from hpcllm.codecs.protocol import Codec
 from hpcllm.codecs.quantise import INT4, INT4_STOCHASTIC, INT8, INT8_STOCHASTIC
 from hpcllm.codecs.raw import Raw
+from hpcllm.codecs.streams import TileCodec
+from hpcllm.codecs.zfp import Zfp
 
 VALUE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS: dict[str, Callable[[CodecName, torch.dtype], Codec]] = {
@@ -28,7 +31,9 @@ KINDS: dict[str, Callable[[CodecName, torch.dtype], Codec]] = {
     "int4": lambda name, dtype: BlockCodec(
         str(name), dtype, name.parameter, INT4_STOCHASTIC if name.stochastic else INT4
     ),
-    "exp": lambda name, dtype: Exponent(dtype),
+    "exp": lambda name, dtype: TileCodec(str(name), dtype, TILE, EXPONENT),
+    "mpc": lambda name, dtype: TileCodec(str(name), dtype, TILE_BYTES // dtype.itemsize, MPC),
+    "zfp": lambda name, dtype: Zfp(str(name), dtype, name.parameter),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcllm.codecs.bits import count_ones, first_one, transpose_bits
+from hpcllm.codecs.bits import copy_bytes, count_ones, first_one, transpose_bits
 from hpcllm.codecs.exponent_format import (
     CONSTANT,
     FAR,
@@ -41,7 +41,7 @@ def decode_tile(record: Bytes, body: Bytes, half: bool, words: Words, work: Any)
         words[:] = last
         return True
     if planes == RAW:
-        read_words(body, words)
+        copy_bytes(body, words.view(np.uint8))
         return True
     n, groups = len(words), (len(words) + 31) // 32 * 4
     exponents, extras, codes, masks, nibbles, near = work
@@ -50,7 +50,7 @@ def decode_tile(record: Bytes, body: Bytes, half: bool, words: Words, work: Any)
     fars = at + (escapes + 1) // 2
     masks[groups:] = 0
     find_escapes(body, planes, masks[:groups])
-    if count_escapes(masks.view(np.uint64)) != escapes or read_nibbles(body[at:fars], nibbles) != last:
+    if count_ones_of(masks.view(np.uint64)) != escapes or read_nibbles(body[at:fars], nibbles) != last:
         return False
     read_planes(body[: groups * planes], codes.view(np.uint64)[:groups])
     put_codes(codes, first, exponents)
@@ -76,7 +76,7 @@ def read_planes(planes: Bytes, bytes8: NDArray[np.uint64]) -> None:
 
 
 @kernel
-def count_escapes(masks: NDArray[np.uint64]) -> int:
+def count_ones_of(masks: NDArray[np.uint64]) -> Any:
     count = np.uint64(0)
     for w in range(len(masks)):
         count += count_ones(masks[w])
@@ -108,7 +108,7 @@ def put_extras(extras: Bytes, exponents: Bytes) -> None:
 
 @kernel
 def put_escapes(exponents: Bytes, masks: NDArray[np.uint64], near: Bytes, nibbles: Bytes, fars: Bytes) -> None:
-    """The exponents of masked values. As many nibbles as masked values, and a far byte for each FAR, have been counted."""
+    """The exponents of masked values. That there are as many nibbles, and a far byte for each FAR, has been checked."""
     escape, far, start = np.uint64(0), np.uint64(0), np.uint64(0)
     for w in range(len(masks)):
         mask = masks[w]
@@ -143,10 +143,3 @@ def put_words(high: Bytes, low: Bytes, words: Words) -> None:
 def rotated(low: int) -> np.uint16:
     """mmmmmmms -> s00000000mmmmmmm"""
     return np.uint16(np.uint16(low) >> np.uint16(1)) | np.uint16(np.uint16(low) << np.uint16(15))
-
-
-@kernel
-def read_words(body: Bytes, words: Words) -> None:
-    data = words.view(np.uint8)
-    for i in range(len(data)):
-        data[i] = body[i]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcllm.codecs.bits import first_one, transpose_bits
+from hpcllm.codecs.bits import copy_bytes, first_one, transpose_bits
 from hpcllm.codecs.exponent_format import (
     ABOVE,
     BELOW,
@@ -38,11 +38,11 @@ EDGE = 16  # room beside the cumulative counts, so that no index needs clamping
 def encoder_memory() -> Any:
     """Work space of encode_tile."""
     exponents, extras, low = np.empty(TILE, np.uint8), np.empty(TILE, np.uint8), np.empty(TILE, np.uint8)
-    codes, masks = np.empty(TILE, np.uint8), np.empty(TILE // 8, np.uint8)
+    codes, bit_planes, masks = np.empty(TILE, np.uint8), np.empty(TILE, np.uint8), np.empty(TILE // 8, np.uint8)
     nibbles, fars = np.zeros(TILE + 128, np.uint8), np.empty(TILE + 1, np.uint8)
     near, names = np.empty(16, np.uint8), np.empty(256, np.uint8)
     tables, counts = np.empty((TABLES, 256), np.uint16), np.empty((2, 256 + 3 * EDGE), np.int32)
-    return exponents, extras, low, codes, masks, nibbles, fars, near, names, tables, counts[0], counts[1]
+    return exponents, extras, low, codes, bit_planes, masks, nibbles, fars, near, names, tables, counts[0], counts[1]
 
 
 @kernel
@@ -52,7 +52,7 @@ def encode_tile(words: Words, half: bool, record: Bytes, out: Bytes, work: Any) 
     if is_constant(words):
         write_record(record, CONSTANT, 0, 0, np.int64(words[0]))
         return 0
-    exponents, extras, low, codes, masks, nibbles, fars, near, names, tables, below, nonzero = work
+    exponents, extras, low, codes, bit_planes, masks, nibbles, fars, near, names, tables, below, nonzero = work
     split(words, half, exponents, extras, low)
     planes, first = choose(exponents, tables, below, nonzero)
     write_codes(exponents, n, planes, first, codes)
@@ -60,26 +60,27 @@ def encode_tile(words: Words, half: bool, record: Bytes, out: Bytes, work: Any) 
         add_extras(extras, planes, codes)
     transpose_bits(codes.view(np.uint64))
     groups = (n + 31) // 32 * 4
-    at = write_planes(codes.view(np.uint64)[:groups], planes + extra, out)
+    plane_bytes = write_planes(codes.view(np.uint64)[:groups], planes + extra, bit_planes)
     masks[groups:] = 0
-    find_escapes(out, planes, masks[:groups])
+    find_escapes(bit_planes, planes, masks[:groups])
     list_near(first, planes, near)
     list_names(near, names)
     escapes, far = write_escapes(exponents, masks.view(np.uint64), names, nibbles, fars)
     if body_bytes(n, itemsize, extra, planes, escapes, far) >= n * itemsize:
         write_record(record, RAW, 0, 0, 0)
-        return pad(out, write_bytes(words.view(np.uint8), out))
+        return pad(out, copy_bytes(words.view(np.uint8), out))
     write_record(record, planes, first, escapes, far)
+    at = copy_bytes(bit_planes[:plane_bytes], out)
     for shift in range(0, 8 * (itemsize - 2), 8):
         at += write_low_bytes(words, shift, out[at:])
-    at += write_bytes(low[:n], out[at:])
+    at += copy_bytes(low[:n], out[at:])
     at += write_nibbles(nibbles, escapes, codes, out[at:])
-    at += write_bytes(fars[:far], out[at:])
+    at += copy_bytes(fars[:far], out[at:])
     return pad(out, at)
 
 
 @kernel
-def is_constant(words: Words) -> bool:
+def is_constant(words: Words) -> Any:
     ones, zeros = words[0], words[0]
     for i in range(len(words)):
         ones |= words[i]
@@ -107,9 +108,7 @@ def split(words: Words, half: bool, exponents: Bytes, extras: Bytes, low: Bytes)
 
 
 @kernel
-def choose(
-    exponents: Bytes, tables: NDArray[np.uint16], below: NDArray[np.int32], nonzero: NDArray[np.int32]
-) -> tuple[int, int]:
+def choose(exponents: Bytes, tables: NDArray[np.uint16], below: NDArray[np.int32], nonzero: NDArray[np.int32]) -> Any:
     """(planes, first exponent of the window) that make the sample smallest.
 
     below[EDGE + e]: how many exponents are < e; nonzero: how many of them have a field other than 0
@@ -132,7 +131,7 @@ def choose(
 
 
 @kernel
-def best_window(below: NDArray[np.int32], nonzero: NDArray[np.int32], planes: int, first: int, last: int) -> int:
+def best_window(below: NDArray[np.int32], nonzero: NDArray[np.int32], planes: int, first: Any, last: Any) -> Any:
     """The least of size in half bytes << 11 | planes << 8 | first exponent of the window."""
     width, start, count = (1 << planes) - 1, EDGE + first, last + 1 - first
     window, above = below[start : start + count], below[start + width : start + width + count]
@@ -146,7 +145,7 @@ def best_window(below: NDArray[np.int32], nonzero: NDArray[np.int32], planes: in
 
 
 @kernel
-def count_sample(exponents: Bytes, tables: NDArray[np.uint16]) -> tuple[int, int]:
+def count_sample(exponents: Bytes, tables: NDArray[np.uint16]) -> Any:
     """The tables become histograms of the sample, to be added. Returns the lowest and the highest exponent of all."""
     tables[:] = 0
     for start in range(0, TILE, TILE // SAMPLE * TABLES):
@@ -182,9 +181,7 @@ def list_names(near: Bytes, names: Bytes) -> None:
 
 
 @kernel
-def write_escapes(
-    exponents: Bytes, masks: NDArray[np.uint64], names: Bytes, nibbles: Bytes, fars: Bytes
-) -> tuple[int, int]:
+def write_escapes(exponents: Bytes, masks: NDArray[np.uint64], names: Bytes, nibbles: Bytes, fars: Bytes) -> Any:
     """The exponents of masked values, in order, as nibbles; those that have none as bytes, too. Returns how many."""
     escapes, far, start = np.uint64(0), np.uint64(0), np.uint64(0)  # unsigned: no index is tested for being negative
     for w in range(len(masks)):
@@ -226,14 +223,7 @@ def write_nibbles(nibbles: Bytes, escapes: int, pairs: Bytes, out: Bytes) -> int
     both, size = nibbles.view(np.uint16), (escapes + 1) // 2
     for i in range((size + 63) & ~63):
         pairs[i] = np.uint8(both[i] | both[i] >> np.uint16(4))
-    return write_bytes(pairs[:size], out)
-
-
-@kernel
-def write_bytes(data: Bytes, out: Bytes) -> int:
-    for i in range(len(data)):
-        out[i] = data[i]
-    return len(data)
+    return copy_bytes(pairs[:size], out)
 
 
 @kernel

@@ -27,6 +27,8 @@ A tile is 1024 values (the last may be shorter). Its exponents are coded relativ
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -75,14 +77,14 @@ def find_escapes(planes: Bytes, count: int, masks: Bytes) -> None:
 
 
 @kernel
-def write_record(record: Bytes, mode: int, first: int, escapes: int, last: int) -> None:
+def write_record(record: Bytes, mode: int, first: int, escapes: int, last: Any) -> None:
     record[0], record[1], record[2], record[3] = mode, first, escapes & 255, escapes >> 8
     for i in range(4):
         record[4 + i] = (last >> (8 * i)) & 255
 
 
 @kernel
-def read_record(record: Bytes) -> tuple[int, int, int, int]:
+def read_record(record: Bytes) -> Any:
     escapes = record[2] | np.int64(record[3]) << 8
     last = record[4] | np.int64(record[5]) << 8 | np.int64(record[6]) << 16 | np.int64(record[7]) << 24
     return np.int64(record[0]), np.int64(record[1]), escapes, last

@@ -15,12 +15,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcllm.codecs.blocks import Doubles, Format, Values, block_scale
+from hpcllm.codecs.blocks import Doubles, Format, Values, block_scale, steps_of
 from hpcllm.codecs.kernels import bits_of, float_of, kernel, narrowed, widened
 
 Bytes = NDArray[np.uint8]
 Scales = NDArray[np.float32]
-ONE, TOP = np.float32(1), np.float32(448)
+ONE, STEPS = np.float32(1), steps_of(448)
 LEAST_NORMAL = np.uint32((127 - 6) << 23)  # bits of 2^-6
 BIAS = np.uint32((127 - 7) << 23)  # between the exponents of both formats
 ROUND_LOW = np.float32(2.0 ** (23 - 9))  # float32 has steps of 2^-9 there
@@ -44,15 +44,17 @@ def value_of(code: np.uint8) -> np.float32:
     size, sign = np.uint32(code & np.uint8(0x7F)), np.uint32(np.uint32(code & np.uint8(0x80)) << np.uint32(24))
     normal = float_of(np.uint32(np.uint32(size << np.uint32(20)) + BIAS))
     low = np.float32(np.int32(size)) * STEP
-    value = low if size < np.uint32(8) else normal
-    return float_of(np.uint32(bits_of(np.float32(np.nan) if size == np.uint32(0x7F) else value) | sign))
+    number = low if size < np.uint32(8) else normal
+    bits = bits_of(np.float32(np.nan) if size == np.uint32(0x7F) else number)
+    value: np.float32 = float_of(np.uint32(bits | sign))
+    return value
 
 
 @kernel
 def encode(values: Values, codes: Bytes, scales: Scales, block: int) -> None:
     for b in range(scales.size):
         part, code = values[b * block : (b + 1) * block], codes[b * block : (b + 1) * block]
-        scales[b] = scale = block_scale(part, TOP)
+        scales[b] = scale = block_scale(part, STEPS)
         factor = ONE / scale
         if np.isnan(scale):
             code[:] = 0

@@ -42,19 +42,23 @@ def array_of(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def cache_folder() -> str:
-    """A folder on this node that only this user can write to, or to rename; empty if there is none.
-
-    Its name has the source of the kernels in it: numba itself looks only at the file of the outermost one.
-    """
-    source = sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
+    """A folder on this node that only this user can write to, or rename; empty if there is none."""
     parent = Path(os.environ.get("TMPDIR") or "/tmp")
-    folder = parent / f"hpcllm-kernels-{os.getuid()}-{source.hexdigest()[:12]}"
+    folder = parent / f"hpcllm-kernels-{os.getuid()}-{_source_hash()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         usable = _is_private(folder.lstat()) and _keeps_names(parent.stat()) and os.access(folder, os.W_OK | os.X_OK)
         return str(folder) if usable and shutil.disk_usage(folder).free > ROOM_BYTES else ""
     except OSError:
         return ""
+
+
+def _source_hash() -> str:
+    """Of all modules with kernels: numba looks for changes only in the file of a kernel, not of those that it calls."""
+    package = Path(__file__).parents[1]
+    paths = sorted([*package.glob("codecs/*.py"), *package.glob("collectives/*.py")])
+    sources = [path.read_bytes() for path in paths]
+    return sha256(b"".join(source for source in sources if b"hpcllm.codecs.kernels import" in source)).hexdigest()[:12]
 
 
 def _is_private(status: os.stat_result) -> bool:
@@ -79,7 +83,11 @@ def kernel(function: F) -> F:
 
 def _can_write(folder: str) -> bool:
     """Where numba cannot write it would choose a folder itself: the installation, or the home folder."""
-    return bool(folder) and os.access(folder, os.W_OK | os.X_OK)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError:  # FileNotFoundError for an empty name
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

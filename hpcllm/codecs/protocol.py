@@ -16,7 +16,10 @@ from numpy.typing import NDArray
 
 
 class Codec(Protocol):
-    """All tensors are contiguous and on the CPU. Kernels run in one pass and release the GIL."""
+    """All tensors are contiguous and on the CPU: values at a multiple of their size in memory, bytes at a multiple of 4.
+
+    Kernels run in one pass and release the GIL.
+    """
 
     @property
     def name(self) -> str: ...
@@ -61,5 +64,8 @@ class Codec(Protocol):
         ...
 
     def bound(self, values: NDArray) -> NDArray:
-        """(n,) float64 -> (n,) float64: the most that |decoded - value| can be, for each finite value."""
+        """(n,) float64 -> (n,) float64: the most that |decoded - value| can be, for each finite value.
+
+        Infinite where a finite value may come back as no number, because a value near it is none.
+        """
         ...

@@ -17,13 +17,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcllm.codecs.blocks import Doubles, Format, Values, block_scale
+from hpcllm.codecs.blocks import Doubles, Format, Values, block_scale, steps_of
 from hpcllm.codecs.kernels import bits_of, kernel, narrowed, widened
 from hpcllm.codecs.rounding import block_seed, floor_randomly
 
 Bytes = NDArray[np.uint8]
 Scales = NDArray[np.float32]
 ONE, TOP8, TOP4 = np.float32(1), np.float32(127), np.float32(7)
+STEPS8, STEPS4 = steps_of(127), steps_of(7)
 ROUND8 = np.float32(1.5 * 2**23)
 ROUND4 = np.float32(1.5 * 2**23 + 8)
 NIBBLE, FOUR, EIGHT = np.uint8(15), np.uint8(4), np.int32(8)
@@ -34,7 +35,7 @@ BOTH_ZERO = np.uint8(0x88)
 def encode8(values: Values, codes: Bytes, scales: Scales, block: int) -> None:
     for b in range(scales.size):
         part, code = values[b * block : (b + 1) * block], codes[b * block : (b + 1) * block]
-        scales[b] = scale = block_scale(part, TOP8)
+        scales[b] = scale = block_scale(part, STEPS8)
         factor = ONE / scale
         if np.isnan(scale):
             code[:] = 0
@@ -49,7 +50,7 @@ def encode8_stochastic(
 ) -> None:
     for b in range(scales.size):
         part, code = values[b * block : (b + 1) * block], codes[b * block : (b + 1) * block]
-        scales[b] = scale = block_scale(part, TOP8)
+        scales[b] = scale = block_scale(part, STEPS8)
         factor, seed = ONE / scale, block_seed(key, index + np.uint64(b * block))
         if np.isnan(scale):
             code[:] = 0
@@ -79,7 +80,7 @@ def encode4(values: Values, codes: Bytes, scales: Scales, block: int) -> None:
     half = block // 2
     for b in range(scales.size):
         part, code = values[b * block : (b + 1) * block], codes[b * half : (b + 1) * half]
-        scales[b] = scale = block_scale(part, TOP4)
+        scales[b] = scale = block_scale(part, STEPS4)
         factor = ONE / scale
         if np.isnan(scale):
             code[:] = BOTH_ZERO
@@ -98,7 +99,7 @@ def encode4_stochastic(
     half = block // 2
     for b in range(scales.size):
         part, code = values[b * block : (b + 1) * block], codes[b * half : (b + 1) * half]
-        scales[b] = scale = block_scale(part, TOP4)
+        scales[b] = scale = block_scale(part, STEPS4)
         factor, seed = ONE / scale, block_seed(key, index + np.uint64(b * block))
         if np.isnan(scale):
             code[:] = BOTH_ZERO

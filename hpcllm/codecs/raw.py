@@ -26,7 +26,7 @@ class Raw:
         return self.encoded_bytes(n)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, index: int = 0) -> torch.Tensor:  # noqa: ARG002
-        return values.view(torch.uint8)
+        return values.view(torch.uint8) if values.numel() else out[:0]  # an empty array may have any stride
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         if data.data_ptr() != out.data_ptr():  # a receive may have landed in `out` already

@@ -26,7 +26,8 @@ def block_seed(key: np.uint64, place: np.uint64) -> np.uint64:
 def floor_randomly(x: np.float32, seed: np.uint64, i: int) -> np.float32:
     """x rounded down or up, up with the probability of its fraction. i < 2^32."""
     bits = mix32(np.uint32(i), np.uint32(seed), np.uint32(seed >> np.uint64(32)))
-    return np.floor(x + np.float32(np.int32(bits >> np.uint32(8))) * UNIT)
+    rounded: np.float32 = np.floor(x + np.float32(np.int32(bits >> np.uint32(8))) * UNIT)
+    return rounded
 
 
 @kernel

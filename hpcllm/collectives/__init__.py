@@ -19,9 +19,7 @@ _HOME = {
     **dict.fromkeys(
         ("Handle", "iallgather", "iallreduce", "ialltoall", "ibroadcast", "ireduce_scatter"), "nonblocking"
     ),
-    **dict.fromkeys(
-        ("allgather", "allreduce", "alltoall", "broadcast", "chunk_range", "reduce_scatter"), "operations"
-    ),
+    **dict.fromkeys(("allgather", "allreduce", "alltoall", "broadcast", "chunk_range", "reduce_scatter"), "operations"),
     "shared_zeros": "window",
 }
 __all__ = [

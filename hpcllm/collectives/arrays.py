@@ -1,7 +1,7 @@
 """The caller's arrays <-> flat tensors in host memory, which is what the algorithms work on.
 
-    torch CPU, NumPy      the same memory, no copy
-    torch CUDA, CuPy      a copy in host memory, and back where the array was written   (not tested here: no GPU)
+torch CPU, NumPy      the same memory, no copy
+torch CUDA, CuPy      a copy in host memory, and back where the array was written   (not tested here: no GPU)
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
 
 Array: TypeAlias = Any  # torch.Tensor, numpy.ndarray or cupy.ndarray: one kind a call
 
 
 def flat(x: Array, *, written: bool) -> torch.Tensor:
-    """x as (n,) on the CPU. Raises ValueError if it is not contiguous, cannot be written to, or is no array of numbers."""
+    """x as (n,) on the CPU. Raises ValueError if it is not contiguous, not writable though written, or no array."""
     if type(x) is torch.Tensor and x.is_cpu and not x.requires_grad:
         if not x.is_contiguous():
             raise ValueError(f"a tensor of shape {tuple(x.shape)}, strides {x.stride()} is not contiguous")
@@ -27,7 +28,7 @@ def flat(x: Array, *, written: bool) -> torch.Tensor:
     if isinstance(x, torch.Tensor):
         return flat(x.detach().cpu(), written=written)
     if hasattr(x, "__dlpack__"):
-        return flat(torch.from_dlpack(x).cpu(), written=written)
+        return flat(from_dlpack(x).cpu(), written=written)
     raise ValueError(f"expected a torch, NumPy or CuPy array, got {type(x).__name__}")
 
 
@@ -35,7 +36,7 @@ def write_back(values: torch.Tensor, x: Array) -> None:
     """Copy `values`, which flat(x) gave, into x where they are not x's own memory."""
     if isinstance(x, np.ndarray) or (isinstance(x, torch.Tensor) and x.is_cpu):
         return
-    device = x.detach() if isinstance(x, torch.Tensor) else torch.from_dlpack(x)
+    device = x.detach() if isinstance(x, torch.Tensor) else from_dlpack(x)
     device.view(-1).copy_(values)
 
 

@@ -1,14 +1,14 @@
 """`binomial` and `ring` broadcasts: the root encodes once, every rank forwards the bytes, then decodes them.
 
     binomial, 8 ranks, root 0           ring
-    0 -> 4, 2, 1                        0 -> 1 -> 2 -> 3 -> ...      segments follow each other: time of one x on the
-         4 -> 6, 5                                                   wire, plus a segment for each rank
+    0 -> 4, 2, 1                        0 -> 1 -> 2 -> 3 -> ...      segments follow each other: one x on the wire,
+         4 -> 6, 5                                                   plus a segment for each rank
               6 -> 7
     log2(ranks) levels: for small x     for large x
 
 A rank keeps a segment's bytes in one of DEPTH slots until they are forwarded and decoded, and has posted the receives
 of the segments that follow.
-Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH", section 4.2.
+Source: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH", section 4.2.
 """
 
 from __future__ import annotations

@@ -88,7 +88,15 @@ def _turn(x: torch.Tensor, out: torch.Tensor, part: slice, group: Group, codec: 
         torch.index_select(slots, 0, chosen, out=sent)
         to, source = (rank + distance) % size, (rank - distance) % size
         plain_bytes = len(chosen) * out[0, part].nbytes
-        _exchange(group, sent.view(-1), to, landing.view(-1), source, plain_bytes, f"{len(chosen)} blocks of a Bruck turn, from {{}}")
+        _exchange(
+            group,
+            sent.view(-1),
+            to,
+            landing.view(-1),
+            source,
+            plain_bytes,
+            f"{len(chosen)} blocks of a Bruck turn, from {{}}",
+        )
         slots[chosen] = landing
     out[rank, part].copy_(x[rank, part])
     for i in range(1, size):

@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpcllm.codecs.names import parse_name
-from hpcllm.collectives.cost import COSTS, VALUE_BITS, Coding, Rates, Shape, cost_s, message_cost_s
+from hpcllm.collectives.cost import COSTS, cost_s, message_cost_s
+from hpcllm.collectives.rates import VALUE_BITS, Coding, Rates, Shape
 from hpcllm.collectives.tuning import Tuning
 
-LEAST_GAIN = 1.05  # a codec that is predicted to win less is not worth its error, nor the prediction's
+LEAST_GAIN = 1.05  # less is not worth a codec's error, nor the prediction's
+LARGEST_COUNT = 2**31 - 1  # of most MPI libraries
 SUMS = ("allreduce", "reduce_scatter")
 # what rounds a partial sum at each of up to 2 (ranks - 1) hops: never with a lossy codec, nor where x has 16 bits
 ROUNDS_EACH_HOP = ("ring", "rabenseifner")
@@ -26,9 +28,15 @@ class Choice:
     why: str
 
 
-def candidates(operation: str, codec: str, dtype: str, shape: Shape) -> list[str]:
-    """Algorithms that can run it and that keep its error flat in the number of ranks."""
-    return [name for name in COSTS[operation] if _suits(operation, name, codec, dtype, shape)]
+def candidates(operation: str, codec: str, dtype: str, shape: Shape, n: int = 0) -> list[str]:
+    """Algorithms that can run it on n values and that keep its error flat in the number of ranks."""
+    names = [name for name in COSTS[operation] if _suits(operation, name, codec, dtype, shape)]
+    return [name for name in names if name != "native" or library_counts(operation, n)]
+
+
+def library_counts(operation: str, n: int) -> bool:
+    """Whether the MPI library can be asked for n values: sums and copies of one buffer are cut, others cannot be."""
+    return n <= LARGEST_COUNT or operation in ("allreduce", "broadcast")
 
 
 def _suits(operation: str, algorithm: str, codec: str, dtype: str, shape: Shape) -> bool:
@@ -55,7 +63,7 @@ def choose(operation: str, size_bytes: int, codec: str, dtype: str, shape: Shape
         return None
     plain_s, plain = _cheapest(operation, size_bytes, raw, "raw", dtype, shape, rates)
     if codec == "raw":
-        return Choice(plain, codec, plain_s, "cheapest")
+        return Choice(plain, codec, plain_s, "least time predicted")
     coded_s, coded = _cheapest(operation, size_bytes, asked, codec, dtype, shape, rates)
     if plain_s < LEAST_GAIN * coded_s:
         return Choice(plain, "raw", plain_s, f"{codec} refused: {_times(plain_s, coded_s)}")
@@ -86,8 +94,12 @@ def find_coding(codec: str, dtype: str, rates: Rates) -> Coding | None:
 def _cheapest(
     operation: str, size_bytes: int, coding: Coding, codec: str, dtype: str, shape: Shape, rates: Rates
 ) -> tuple[float, str]:
-    names = candidates(operation, codec, dtype, shape)
-    return min((cost_s(operation, name, size_bytes, coding, shape, rates), name) for name in names)
+    names = candidates(operation, codec, dtype, shape, size_bytes // (VALUE_BITS.get(dtype, 8) // 8))
+    costs = {name: cost_s(operation, name, size_bytes, coding, shape, rates) for name in names}
+    least = min(costs, key=costs.__getitem__)
+    if "native" in costs and costs["native"] < LEAST_GAIN * costs[least]:
+        least = "native"
+    return costs[least], least
 
 
 def _times(plain_s: float, coded_s: float) -> str:

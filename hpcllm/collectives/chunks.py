@@ -1,7 +1,7 @@
 """Who owns which part of an array, and how parts are cut for the wire. Pure: no torch, no MPI.
 
-    n = 10 values, 4 ranks     [0 1][2 3 4][5 6][7 8 9]      chunk r belongs to rank r
-    a chunk, segments of 2     [2 3][4]                      cut from the chunk's start, at multiples of a codec's block
+n = 10 values, 4 ranks     [0 1][2 3 4][5 6][7 8 9]      chunk r belongs to rank r
+a chunk, segments of 2     [2 3][4]                      cut from the chunk's start, at multiples of a codec's block
 """
 
 from __future__ import annotations

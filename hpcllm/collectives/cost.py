@@ -20,71 +20,16 @@ operations in MPICH", sections 3-5.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
-from hpcllm.codecs.names import parse_name
+from hpcllm.collectives.rates import Coding, Rates, Shape
 
 SEGMENT_BYTES = 1 << 20  # of values: what the algorithms encode and send at once
+MEASURED_WHOLE = ("native", "node_window")  # rates.library and rates.window have all that they do
 CACHED_BYTES = 4 << 20  # a rank's share of caches, about: rates are of pieces that fit
-VALUE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
-
-
-@dataclass(frozen=True)
-class Link:
-    latency_s: float  # of an empty message, beyond what it costs to start it
-    bandwidth_gb_s: float  # each way, both ways busy
-
-    def carry_s(self, size_bytes: float) -> float:
-        return size_bytes / self.bandwidth_gb_s / 1e9
-
-
-@dataclass(frozen=True)
-class Coding:
-    """One codec for one dtype. Rates count bytes of uncompressed values, one rank's with all ranks of the node busy."""
-
-    name: str
-    ratio: float  # uncompressed bytes / bytes on the wire
-    encode_gb_s: float
-    decode_gb_s: float
-    add_gb_s: float  # decode and add to fp32
-
-    @property
-    def raw(self) -> bool:
-        return self.name == "raw"
-
-
-@dataclass(frozen=True)
-class Rates:
-    near: Link  # between ranks of a node: of each rank, all of them sending
-    far: Link  # between nodes: of a node, all its ranks sending
-    window: Link  # node_window of a node's ranks as one link
-    call_s: float  # a collective that has nothing to do
-    message_s: float  # to start one send and one receive
-    copy_gb_s: float  # bytes copied by one rank, all of the node at work, in pieces that caches hold
-    memory_gb_s: float  # the same, far larger than caches
-    codings: Mapping[tuple[str, str], Coding] = field(default_factory=dict)  # (codec, dtype): raw is one of them
-    library: Mapping[str, Link] = field(default_factory=dict)  # operation: the MPI library's own, as one link
-
-
-@dataclass(frozen=True)
-class Shape:
-    ranks: int
-    nodes: int = 1
-    lanes: int = 1  # places that every node has a rank for
-
-    @property
-    def node_ranks(self) -> int:
-        """Ranks of the fullest node, if they are spread evenly."""
-        return math.ceil(self.ranks / self.nodes)
 
 
 Formula = Callable[[float, Coding, Shape, Rates], float]
-
-
-def nominal_ratio(codec: str, dtype: str) -> float:
-    """Uncompressed bytes / bytes on the wire; of exp and mpc what gradients give. Raises ValueError."""
-    return VALUE_BITS[dtype] / parse_name(codec).bits(VALUE_BITS[dtype])
 
 
 def cost_s(operation: str, algorithm: str, size_bytes: float, coding: Coding, shape: Shape, rates: Rates) -> float:
@@ -93,7 +38,8 @@ def cost_s(operation: str, algorithm: str, size_bytes: float, coding: Coding, sh
     if shape.ranks == 1 or size_bytes == 0:
         return rates.call_s
     from_memory_s = _work_s(max(0, size_bytes - CACHED_BYTES), rates.memory_gb_s)  # x, by whatever touches it first
-    return rates.call_s + from_memory_s + formula(size_bytes, coding, shape, rates)
+    setup_s = 0.0 if algorithm in MEASURED_WHOLE else rates.setup_s
+    return rates.call_s + setup_s + from_memory_s + formula(size_bytes, coding, shape, rates)
 
 
 def bound_s(operation: str, size_bytes: float, ratio: float, shape: Shape, bandwidth_gb_s: float) -> float:
@@ -119,11 +65,16 @@ def _ends(shape: Shape) -> int:
     return shape.nodes if shape.nodes > 1 else shape.ranks
 
 
+def _together(shape: Shape) -> int:
+    """Ranks whose own blocks leave through one link: of the emptiest node, for a bound."""
+    return shape.lanes if shape.nodes > 1 else 1
+
+
 VOLUMES: dict[str, Callable[[float, Shape], float]] = {
     "allreduce": lambda size, shape: 2 * size * (_ends(shape) - 1) / _ends(shape),
     "reduce_scatter": lambda size, shape: size * (_ends(shape) - 1) / _ends(shape),
     "allgather": lambda size, shape: size * (_ends(shape) - 1) / _ends(shape),
-    "alltoall": lambda size, shape: size * (_ends(shape) - 1) / _ends(shape) * shape.ranks / _ends(shape),
+    "alltoall": lambda size, shape: size * _together(shape) * (shape.ranks - _together(shape)) / shape.ranks,
     "broadcast": lambda size, shape: size * (shape.ranks > 1),
 }
 

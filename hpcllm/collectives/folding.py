@@ -1,9 +1,9 @@
 """Algorithms that halve or double need 2^k ranks; the others hand in their addend first and get the result last.
 
-    7 ranks, 4 places, 3 extra ranks     0->1   2->3   4->5   6        each arrow: an addend in, the result's bytes out
+    7 ranks, 4 places, 3 extra ranks     0->1   2->3   4->5   6      an addend goes in, the result's bytes come out
     places                                 0      1      2    3
 
-Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH", section 4.5.
+Source: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH", section 4.5.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Group:
         return f"rank {MPI.Group.Translate_ranks(self.comm.group, [rank], MPI.COMM_WORLD.group)[0]}"
 
     def background(self) -> Group:
-        """The same ranks with messages and memory of their own, for the thread of nonblocking.py. Collective at first."""
+        """The same ranks with messages and memory of their own, for nonblocking.py. The first call is collective."""
         if self._background is None:
             self._background = make_group(self.comm, self.node)
             self._background.wire.waits.limit_s = self.wire.waits.limit_s
@@ -71,7 +71,7 @@ class Group:
             self._background.use_tuning(tuning)
 
     def check(self) -> None:
-        """Raises CollectiveError if an earlier collective failed here: its messages would be taken for the next one's."""
+        """Raises CollectiveError if an earlier collective failed here: the next would take its messages for its own."""
         if self.broken:
             raise CollectiveError(
                 f"{self.name(self.rank)}: an earlier collective on this communicator failed ({self.broken}), and its "
@@ -109,10 +109,11 @@ def group_of(comm: MPI.Intracomm | Group) -> Group:
     """The Group that is kept with comm; made if this is the first call, which is then collective over comm."""
     if isinstance(comm, Group):
         return comm
-    group: Group | None = comm.Get_attr(_KEY)
-    if group is None:
-        group = make_group(comm)
-        comm.Set_attr(_KEY, group)
+    kept = comm.Get_attr(_KEY)
+    if isinstance(kept, Group):
+        return kept
+    group = make_group(comm)
+    comm.Set_attr(_KEY, group)
     return group
 
 

@@ -22,8 +22,9 @@ from mpi4py import MPI
 
 from hpcllm.codecs.catalogue import find_codec
 from hpcllm.collectives import operations
-from hpcllm.collectives.cost import COSTS, VOLUMES, Coding, Link, Rates, window_bytes
+from hpcllm.collectives.cost import COSTS, VOLUMES, window_bytes
 from hpcllm.collectives.group import Group, group_of
+from hpcllm.collectives.rates import Coding, Link, Rates
 from hpcllm.collectives.select import shape_of
 from hpcllm.collectives.wire import Wire
 
@@ -43,12 +44,13 @@ def measure(group: Group, codecs: Sequence[str] = CODECS, dtypes: Sequence[str] 
 
     codecs: names; "raw" is measured in any case. With one node, or one rank, what is missing is taken from what is not.
     """
-    clock = Clock(group)
+    clock, wire = Clock(group), group.wire
+    counted = wire.sent_bytes, wire.plain_bytes
     call_s = clock.seconds(_empty_call())
     near, message_s = _link(clock, group.node, True)
     far, far_message_s = _link(clock, group.peers, group.node.rank < group.lanes) if group.nodes > 1 else (near, 0.0)
     far = dataclasses.replace(far, bandwidth_gb_s=far.bandwidth_gb_s * group.lanes) if group.nodes > 1 else near
-    if max(group.node_sizes) == 1:
+    if max(group.node_sizes) == 1 and group.nodes > 1:
         near, message_s = far, far_message_s
     window = _window(clock, call_s) if max(group.node_sizes) > 1 else near
     rates = Rates(
@@ -56,12 +58,14 @@ def measure(group: Group, codecs: Sequence[str] = CODECS, dtypes: Sequence[str] 
         far=far,
         window=window,
         call_s=call_s,
+        setup_s=_setup_s(clock, call_s + message_s + max(near.latency_s, far.latency_s)),
         message_s=message_s,
         copy_gb_s=_copy_gb_s(clock, SEGMENT_BYTES),
         memory_gb_s=_copy_gb_s(clock, BEYOND_CACHES_BYTES),
         codings=_codings(clock, dict.fromkeys(["raw", *codecs]), dtypes),
         library=_library(clock, call_s) if group.size > 1 else {},
     )
+    wire.sent_bytes, wire.plain_bytes = counted  # nobody's traffic
     return _rounded(rates)
 
 
@@ -97,9 +101,17 @@ def _empty_call() -> Callable[[], object]:
     return lambda: operations.allreduce(x, alone)
 
 
+def _setup_s(clock: Clock, hop_s: float) -> float:
+    """A gathering of one value a rank, less its hops."""
+    group = clock.group
+    part, out = torch.zeros(1), torch.zeros(group.size)
+    seconds = clock.seconds(lambda: operations.allgather(part, group, algorithm="ring", out=out))
+    return max(seconds - (group.size - 1) * hop_s, 1e-7)
+
+
 def _link(clock: Clock, comm: MPI.Intracomm, takes_part: bool) -> tuple[Link, float]:
     """(latency and GB/s of one rank, seconds to start a message), each rank sending to its right in comm."""
-    wire = Wire(waits=clock.group.wire.waits)  # these bytes are nobody's traffic
+    wire = Wire(waits=clock.group.wire.waits)
 
     def seconds(size_bytes: int, count: int) -> float:
         if comm == MPI.COMM_NULL or comm.size == 1 or not takes_part:
@@ -206,6 +218,7 @@ def _rounded(rates: Rates) -> Rates:
         far=link(rates.far),
         window=link(rates.window),
         call_s=_round(rates.call_s),
+        setup_s=_round(rates.setup_s),
         message_s=_round(rates.message_s),
         copy_gb_s=_round(rates.copy_gb_s),
         memory_gb_s=_round(rates.memory_gb_s),

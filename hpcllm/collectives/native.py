@@ -1,7 +1,7 @@
 """`native`: the MPI library's own collectives, the baseline.
 
-Uncompressed only: MPI can neither add up our codes nor tell how long they are. Sums are of fp32 only, because MPI has no
-portable 16-bit floats; data movement is of any dtype.
+Uncompressed only: MPI can neither add up our codes nor tell how long they are. Sums are of fp32 only, because MPI has
+no portable 16-bit floats; data movement is of any dtype.
 """
 
 from __future__ import annotations

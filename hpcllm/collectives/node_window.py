@@ -44,7 +44,7 @@ from hpcllm.collectives.node_kernels import (
     post,
     sum_rows,
 )
-from hpcllm.collectives.window import PAGE_BYTES, Window, allocate_window, windows_of
+from hpcllm.collectives.window import PAGE_BYTES, Window, allocate_window, find_window
 
 SMALL_BYTES = 64 << 10  # what a rank reads at most in the way of a single step
 SLOT_BYTES = 512 << 10
@@ -75,7 +75,8 @@ class Node:
     """The window through which the ranks of a group's node work, and where they are in it."""
 
     def __init__(self, group: Group) -> None:
-        self.group, self.wire = group, group.wire
+        self.group = group
+        self.shares: dict[int, bool] = {}  # by number of a window
         self.rank, self.ranks = group.node.rank, group.node.size
         self.small_bytes = SMALL_BYTES // self.ranks // 64 * 64
         counters_bytes = -(-self.ranks * LINE_BYTES // PAGE_BYTES) * PAGE_BYTES
@@ -127,9 +128,18 @@ class Node:
 
     def enter(self, x: torch.Tensor, task: int) -> tuple[Window | None, int]:
         """Meet the others at the begin of a call. The window that all ranks' x are in, at one offset, or None."""
-        window, offset = windows_of(self.group).find(x.data_ptr(), x.nbytes)
+        window, offset = find_window(x.data_ptr(), x.nbytes)
+        if window is not None and not self._shares(window):
+            window, offset = None, 0
         self._enter(x, task, window.number if window else 0, offset)
         return (window, offset) if self._agree() else (None, 0)
+
+    def _shares(self, window: Window) -> bool:
+        """Whether the window's ranks are those of this node, in the same order: it may be of another Group."""
+        if window.number not in self.shares:
+            relation = MPI.Comm.Compare(window.node, self.group.node)
+            self.shares[window.number] = relation in (MPI.IDENT, MPI.CONGRUENT)
+        return self.shares[window.number]
 
     def _meet(self, which: int, task: int) -> None:
         """A barrier: all ranks have posted this call's counter."""
@@ -140,7 +150,7 @@ class Node:
         """Slices of x (cut at `cuts`, one a rank) are summed by their owners, or gathered from them, or both."""
         job = self._job(x, cuts, task != GATHER, task != REDUCE)
         while job["collected"][0] < job["segments"][0]:
-            self.wire.waits.until(lambda: self._advance(job, cuts), lambda: self._name_slowest(job, task))
+            self.group.wire.waits.until(lambda: self._advance(job, cuts), lambda: self._name_slowest(job, task))
         self.segments += int(job["segments"][0])
 
     def _job(self, x: torch.Tensor, cuts: NDArray[np.int64], reduces: bool, gathers: bool) -> NDArray[np.void]:
@@ -192,7 +202,7 @@ class Node:
             self._let_messages_pass()
             return False
 
-        self.wire.waits.until(done, lambda: self._name_late(which, task))
+        self.group.wire.waits.until(done, lambda: self._name_late(which, task))
 
     def _let_messages_pass(self) -> None:
         """A late rank may be waiting for a message of ours, which moves only while we are inside the MPI library."""

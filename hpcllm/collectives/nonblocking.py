@@ -1,7 +1,7 @@
 """Collectives that run while the caller computes: iallreduce(...) and so on return a Handle.
 
-    handle = iallreduce(x, comm, "int8")     every rank starts its collectives in the same order, whatever the communicators:
-    ...compute, x is not touched...          one thread a process runs them one after another (worker.py)
+    handle = iallreduce(x, comm, "int8")     every rank starts its collectives in the same order, whatever the
+    ...compute, x is not touched...          communicators: one thread a process runs one after another (worker.py)
     x = handle.wait()
 
 They have messages and memory of their own, so a blocking collective on the same communicator may run at the same time;

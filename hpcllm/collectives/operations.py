@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from hpcllm.collectives import (
     recursive_doubling,
     ring,
     select,
+    two_level,
     two_step,
 )
 from hpcllm.collectives.arrays import Array, flat, new_like, overlap, write_back
@@ -50,6 +51,7 @@ ALGORITHMS: dict[str, dict[str, Callable[..., None]]] = {
         "recursive_doubling": recursive_doubling.recursive_doubling_allreduce,
         "rabenseifner": rabenseifner.rabenseifner_allreduce,
         "node_window": node_window.node_window_allreduce,
+        "two_level": two_level.two_level_allreduce,
         "native": native.native_allreduce,
     },
     "reduce_scatter": {
@@ -112,19 +114,25 @@ def reduce_scatter(
     start, end = chunk_range(values.numel(), group.size, group.rank)
     out = new_like(x, (end - start,)) if out is None else out
     result = _like("out", out, values, end - start)
+    if overlap(values, result):
+        raise ValueError("reduce_scatter: out shares memory with x")
     _run("reduce_scatter", values.numel(), values.dtype, codec, algorithm, group, values, result)
     write_back(result, out)
     return out
 
 
 def allgather(
-    part: Array, comm: MPI.Intracomm | Group, codec: str | Codec = "raw", algorithm: str = "auto", out: Array | None = None
+    part: Array,
+    comm: MPI.Intracomm | Group,
+    codec: str | Codec = "raw",
+    algorithm: str = "auto",
+    out: Array | None = None,
 ) -> Array:
     """Every rank's part, in rank order, on every rank; through the codec the owner's too. Collective over comm.
 
-    part: contiguous, of any dtype with the codec raw. Without out all parts have the same length, and the result is new,
-    (ranks * d0, d1, ...) for parts (d0, d1, ...). With out, part is chunk_range(out's values, ranks, rank) of it, and may
-    be that very memory.
+    part: contiguous, of any dtype with the codec raw. Without out all parts have the same length, and the result is
+    new, (ranks * d0, d1, ...) for parts (d0, d1, ...). With out, part is chunk_range(out's values, ranks, rank) of it,
+    and may be that very memory.
     """
     group = group_of(comm)
     values = flat(part, written=False)
@@ -135,8 +143,8 @@ def allgather(
     start, end = chunk_range(result.numel(), group.size, group.rank)
     if values.numel() != end - start:
         raise ValueError(
-            f"allgather: out has {result.numel()} values, of which rank {group.rank} of {group.size} owns {end - start}, "
-            f"but part has {values.numel()}"
+            f"allgather: out has {result.numel()} values, of which rank {group.rank} of {group.size} owns "
+            f"{end - start}, but part has {values.numel()}"
         )
     if overlap(values, result) and values.data_ptr() != result[start:end].data_ptr():
         raise ValueError("allgather: part overlaps out but is not this rank's chunk of it")
@@ -191,7 +199,9 @@ def _shortcut(x: Array, group: Group) -> NDArray[Any] | None:
         if x.dtype is not FLOAT32 or not x.flags.c_contiguous or not x.flags.writeable:
             return None
         memory = x
-    elif type(x) is torch.Tensor and x.dtype is torch.float32 and x.is_contiguous() and x.is_cpu and not x.requires_grad:
+    elif (
+        type(x) is torch.Tensor and x.dtype is torch.float32 and x.is_contiguous() and x.is_cpu and not x.requires_grad
+    ):
         memory = x.numpy()
     else:
         return None
@@ -243,7 +253,7 @@ def _bind(operation: str, codec: str | Codec, dtype: torch.dtype) -> Codec:
     return _raw(dtype) if codec == "raw" else find_codec(codec, dtype)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _raw(dtype: torch.dtype) -> Codec:
     return Raw(dtype)
 
@@ -252,9 +262,7 @@ def _like(name: str, out: Array, values: torch.Tensor, n: int) -> torch.Tensor:
     """`out` as a flat tensor that can take n results. Raises ValueError."""
     result = flat(out, written=True)
     if result.dtype != values.dtype or result.numel() != n:
-        raise ValueError(
-            f"{name} has {result.numel()} values of {result.dtype}, the result has {n} of {values.dtype}"
-        )
+        raise ValueError(f"{name} has {result.numel()} values of {result.dtype}, the result has {n} of {values.dtype}")
     return result
 
 

@@ -1,7 +1,7 @@
 """Encoded pieces one behind another, so that many travel as one message.
 
-    memory   [piece 0 .....][piece 1 ...][piece 2 ......][ room for what comes next
-             ^0             ^ends[1]     ^ends[2]        ^ends[3]      each starts at a multiple of 64 bytes
+memory   [piece 0 .....][piece 1 ...][piece 2 ......][ room for what comes next
+         ^0             ^ends[1]     ^ends[2]        ^ends[3]      each starts at a multiple of 64 bytes
 """
 
 from __future__ import annotations

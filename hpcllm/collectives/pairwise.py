@@ -1,11 +1,11 @@
 """`pairwise`: an all-to-all in which, at distance d, every rank sends to rank + d and receives from rank - d.
 
-    4 ranks       distance 1     2        3          each block in segments; a segment is decoded LAG turns after its
-    rank 0 sends  to 1           to 2     to 3       like was sent, so that codec and wire work at the same time
+    4 ranks       distance 1     2        3          each block in segments; one is decoded LAG turns after its
+    rank 0 sends  to 1           to 2     to 3       like was sent, so that codec and wire work together
     receives      from 3         from 2   from 1
 
 Every block goes straight to its owner: (n - 1) / n of x sent, n - 1 messages a segment.
-Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH", section 4.3.
+Source: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH", section 4.3.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class _Pairs:
         (distance, part), group = self.turns[turn], self.group
         source = (group.rank - distance) % group.size
         group.wire.waits.all(
-            self.receiving.pop(turn), lambda: f"a block of an all-to-all over {group.size} ranks from {group.name(source)}"
+            self.receiving.pop(turn),
+            lambda: f"a block of an all-to-all over {group.size} ranks from {group.name(source)}",
         )
         landing, values = self._landing(turn), self.out[source, part]
         self.codec.decode(landing[: self.codec.used_bytes(landing, values.numel())], values)

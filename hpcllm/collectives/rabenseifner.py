@@ -38,9 +38,7 @@ def rabenseifner_allreduce(x: torch.Tensor, group: Group, codec: Codec) -> None:
         fold.hand_out(part)
 
 
-def _halve(
-    x: torch.Tensor, pieces: list[tuple[int, int]], place: int, index: int, fold: Fold, codec: Codec
-) -> None:
+def _halve(x: torch.Tensor, pieces: list[tuple[int, int]], place: int, index: int, fold: Fold, codec: Codec) -> None:
     """Piece `place` of x becomes its sum over the places."""
     group, distance, low = fold.group, fold.places // 2, 0
     while distance:
@@ -56,9 +54,7 @@ def _halve(
         low, distance = kept, distance // 2
 
 
-def _double(
-    x: torch.Tensor, pieces: list[tuple[int, int]], place: int, index: int, fold: Fold, codec: Codec
-) -> None:
+def _double(x: torch.Tensor, pieces: list[tuple[int, int]], place: int, index: int, fold: Fold, codec: Codec) -> None:
     """Piece p of x, complete at place p, becomes everybody's."""
     lengths = [end - start for start, end in pieces]
     packed = Packed(fold.group.wire, codec, lengths)

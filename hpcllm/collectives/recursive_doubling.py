@@ -4,9 +4,9 @@
     level 0    0+1   0+1   2+3   2+3
     level 1    0..3  0..3  0..3  0..3
 
-Same bits everywhere: partners encode, and both add the two decoded values, the lower place's first; so the ranks that
-have met hold equal bits at every level. What is stored is rounded at each level, and encoded once more at the next.
-Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in MPICH", section 4.5.
+Same bits everywhere: partners encode, and both add the two decoded values, the lower place's first; so the ranks
+that have met hold equal bits at every level. What is stored is rounded at each level, and encoded again at the next.
+Source: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH", section 4.5.
 """
 
 from __future__ import annotations
@@ -31,11 +31,16 @@ def _sum(x: torch.Tensor, start: int, n: int, fold: Fold, codec: Codec) -> None:
     """x: values from `start` on of an array of n."""
     fold.hand_in(x, codec, (fold.levels * fold.group.size + fold.group.rank) * n + start)
     place = fold.place
-    for level in range(fold.levels if place is not None else 0):
+    if place is not None:
+        _climb(x, place, start, n, fold, codec)
+    fold.hand_out(x)
+
+
+def _climb(x: torch.Tensor, place: int, start: int, n: int, fold: Fold, codec: Codec) -> None:
+    for level in range(fold.levels):
         # ranks that hold the same bits must round them alike, and others apart
         index = (level * fold.group.size + (place >> level)) * n + start
         _meet(x, place, place ^ 1 << level, index, fold, codec)
-    fold.hand_out(x)
 
 
 def _meet(x: torch.Tensor, place: int, partner: int, index: int, fold: Fold, codec: Codec) -> None:
@@ -43,7 +48,13 @@ def _meet(x: torch.Tensor, place: int, partner: int, index: int, fold: Fold, cod
     mine = codec.encode(x, wire.scratch("mine", codec.encoded_bytes(x.numel())), index)
     theirs = wire.scratch("theirs", codec.encoded_bytes(x.numel()))
     wire.exchange(
-        fold.group.comm, mine, peer, theirs, peer, x.nbytes, lambda: f"partial sum of {fold.what}, {fold.group.name(peer)}"
+        fold.group.comm,
+        mine,
+        peer,
+        theirs,
+        peer,
+        x.nbytes,
+        lambda: f"partial sum of {fold.what}, {fold.group.name(peer)}",
     )
     theirs = theirs[: codec.used_bytes(theirs, x.numel())]
     lower, upper = (mine, theirs) if place < partner else (theirs, mine)

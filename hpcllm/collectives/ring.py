@@ -67,7 +67,7 @@ def ring_allgather(part: torch.Tensor, out: torch.Tensor, group: Group, codec: C
 
 
 class _Ring:
-    """The lanes of one call. addends (n,): this rank's; total: where the sum of its chunk goes; out (n,): the result."""
+    """One call's lanes. addends (n,): this rank's; total: where the sum of its chunk goes; out (n,): the result."""
 
     def __init__(
         self, addends: torch.Tensor, total: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec

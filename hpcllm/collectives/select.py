@@ -23,9 +23,9 @@ from mpi4py import MPI
 
 from hpcllm.codecs.protocol import Codec
 from hpcllm.codecs.raw import Raw
-from hpcllm.collectives.choice import choose, link_codec
-from hpcllm.collectives.cost import Shape
+from hpcllm.collectives.choice import choose, library_counts, link_codec
 from hpcllm.collectives.group import Group, group_of
+from hpcllm.collectives.rates import Shape
 from hpcllm.collectives.tuning import Tuning, load_tuning
 
 __all__ = ["Plan", "Tuning", "link_codec", "load_tuning", "plan", "shape_of", "use_tuning"]
@@ -52,7 +52,7 @@ def plan(operation: str, n: int, codec: Codec, group: Group) -> Plan:
         if decision:
             chosen = codec if decision["codec"] == codec.name else Raw(codec.dtype)
             return Plan(decision["algorithm"], chosen, decision["predicted_s"], decision["why"])
-    return Plan(_rule(operation, n * codec.dtype.itemsize, codec, group), codec)
+    return Plan(_rule(operation, n, codec, group), codec)
 
 
 def use_tuning(comm: MPI.Intracomm | Group, tuning: Tuning | None) -> None:
@@ -77,7 +77,8 @@ def _decided(operation: str, n: int, codec: Codec, group: Group, tuning: Tuning)
     return decision
 
 
-def _rule(operation: str, size_bytes: int, codec: Codec, group: Group) -> str:
+def _rule(operation: str, n: int, codec: Codec, group: Group) -> str:
+    size_bytes = n * codec.dtype.itemsize
     raw, small = codec.name == "raw", size_bytes <= SMALL_BYTES
     if operation == "allreduce":
         return _allreduce_rule(size_bytes, codec, group)
@@ -85,12 +86,13 @@ def _rule(operation: str, size_bytes: int, codec: Codec, group: Group) -> str:
         if not raw or codec.dtype != torch.float32:
             return "two_step"  # 16-bit sums too: it rounds once, a ring at every hop
         return "native" if small else "ring"
-    if raw:
+    if raw and library_counts(operation, n):
         return "native"  # nothing to add up: the library moves bytes as well as we do
-    compressed = {"allgather": "bruck" if small else "ring", "alltoall": "pairwise", "broadcast": "binomial"}
-    if operation == "broadcast" and not small and group.size > 2:
-        return "ring"
-    return compressed[operation]
+    if operation == "broadcast":
+        return "binomial" if small or group.size <= 2 else "ring"
+    if operation == "alltoall":
+        return "pairwise"
+    return "bruck" if small else "ring"
 
 
 def _allreduce_rule(size_bytes: int, codec: Codec, group: Group) -> str:

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from hpcllm.codecs.names import examples, parse_name
-from hpcllm.collectives.cost import COSTS, VALUE_BITS, Coding, Link, Rates
+from hpcllm.collectives.cost import COSTS
+from hpcllm.collectives.rates import VALUE_BITS, Coding, Link, Rates
 from hpcllm.errors import ConfigError
 from hpcllm.printable import printable
 
 LARGEST_FILE_BYTES = 1 << 20
 LINK_KEYS = ("latency_s", "bandwidth_gb_s")
-CORE_KEYS = ("call_s", "message_s", "copy_gb_s", "memory_gb_s")
+CORE_KEYS = ("call_s", "setup_s", "message_s", "copy_gb_s", "memory_gb_s")
 CODING_KEYS = ("ratio", "encode_gb_s", "decode_gb_s", "add_gb_s")
 FACTS = {"machine": str, "library": str, "date": str, "ranks": int, "nodes": int}
 TABLES = ("measured", "near", "far", "window", "core", "library", "codec")
@@ -31,7 +32,7 @@ COMMENTS = {
     "near": "between ranks of one node: seconds of an empty message, GB/s of each rank while all of them send",
     "far": "between nodes, if there was more than one: GB/s of a node while all its ranks send",
     "window": "a sum through a node's shared memory, as a link that a formula takes",
-    "core": "seconds of a call, of starting a message; GB/s copied within caches, and far beyond them",
+    "core": "seconds of a call, of preparing messages, of starting one; GB/s copied within caches, far beyond them",
     "library": "the MPI library's own collectives, as links that a formula takes: seconds a round, GB/s",
     "codec": "uncompressed bytes / bytes sent; GB/s of uncompressed bytes of one rank while all work",
 }
@@ -115,7 +116,7 @@ def _facts(table: dict[str, Any]) -> dict[str, str | int]:
 
 
 def _library(tables: dict[str, Any]) -> dict[str, Any]:
-    table = _table(tables, "library")
+    table = _table({"library": {}, **tables}, "library")  # one rank alone has no collectives to measure
     _known("library", table, COSTS)
     return table
 

@@ -59,8 +59,8 @@ def peers_of(group: Group) -> Group:
     """This rank and its peers on the other nodes as a Group of one rank a node. Collective over the peers at first."""
     kept: Any = group.peers.Get_attr(_KEY)
     peers: Group = kept or make_group(group.peers, MPI.COMM_SELF)
+    peers.wire = group.wire  # one account of bytes, one limit of waits
     if not kept:
-        peers.wire = group.wire  # one account of bytes, one limit of waits
         group.peers.Set_attr(_KEY, peers)
         group.at_free.append(peers.free)
     return peers

@@ -9,16 +9,16 @@
 Two encodings for any number of ranks, of each addend and of the sum; a ring encodes partial sums again at every hop.
 Bytes sent by a rank: 2 (n - 1) / n of x through the codec; messages: 2 (n - 1) a segment.
 
-A chunk travels in segments. In one turn of the loop a rank sends the addends of segment k, adds up segment k - LAG, whose
-addends have had LAG turns to arrive, and decodes the sums of segment k - 2 LAG:
+A chunk travels in segments. In one turn of the loop a rank sends the addends of segment k, adds up segment k - LAG,
+whose addends have had LAG turns to arrive, and decodes the sums of segment k - 2 LAG:
 
-    turn       0   1   2   3   4   5   6   7        LAG 2, 4 segments
+    turn       0   1   2   3   4   5   6   7        4 segments, drawn with LAG 2
     addends    s0  s1  s2  s3                       the wire always has the next segments queued; alone stand only
     sum, send          s0  s1  s2  s3               the first encoding, the last sum and the last decoding
     decode                     s0  s1  s2  s3
 
 Same bits everywhere: the owner too uses the decoded sum. Its own addend it takes as it is.
-Source: Wang et al. 2023, "ZeRO++", arXiv:2306.10209, section 3.3 (all-to-all reduction); the all-gather is Rabenseifner's.
+Source: Wang et al. 2023, "ZeRO++", arXiv:2306.10209, section 3.3, for the all-to-all reduction.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from hpcllm.collectives.chunks import chunk_range, segment_range, whole_blocks
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.wire import Slots
 
-LAG = 2
-TURN_VALUES = 1 << 18  # values that a rank sends in one turn: long enough for a wire, short enough for a cache
+LAG = 3  # covers the moments in which a peer computes, or does not run at all
+SEGMENT_VALUES = 1 << 17  # per peer: long enough for a wire, short enough for a cache and for the ends of the pipeline
+TURN_VALUES = 1 << 22  # of all peers: with many of them segments are shorter, which bounds the scratch memory
 SHORTEST_SEGMENT = 1 << 15
 ADDEND, SUM = 1, 2  # tags
 
@@ -79,7 +80,7 @@ class _Cut:
         self.group, self.codec = group, codec
         self.chunks = [chunk_range(n, group.size, rank) for rank in range(group.size)]
         longest = max(end - start for start, end in self.chunks)
-        per_peer = max(TURN_VALUES // max(1, group.size - 1), SHORTEST_SEGMENT)
+        per_peer = min(SEGMENT_VALUES, max(TURN_VALUES // max(1, group.size - 1), SHORTEST_SEGMENT))
         self.length = whole_blocks(min(per_peer, longest), codec.block)
         self.segments = math.ceil(longest / self.length)
         self.slot_bytes = codec.encoded_bytes(self.length)

@@ -6,16 +6,17 @@
     [ ........[####].. ]  [ ........[####].. ]  [ ........[####].. ]
               same place in the array on every rank: any view will do
 
-A window belongs to one Group: a view of it is summed in place by collectives of that Group and is ordinary memory to
-all others. Its ranks compare places before each sum, so a view at another place costs time, never a wrong sum.
+Collectives over the same ranks of the node sum a view of it in place; to all others it is ordinary memory. The ranks
+compare places before each sum, so a view at another place costs time, never a wrong sum.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import os
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    number: int  # counted from 1, the same on all ranks of the node
+    number: int  # no other window that a rank of the node shares has it; the same on all of them
+    node: MPI.Intracomm
     handle: MPI.Win
     memory: NDArray[np.uint8]  # this rank's part
     addresses: NDArray[np.uint64]  # (node ranks,) of all parts, as this process sees them
@@ -42,31 +44,20 @@ class Window:
     def start(self) -> int:
         return int(self.memory.ctypes.data)
 
+    def free(self) -> None:
+        """Collective over the node."""
+        place = _starts.index(self.start)
+        del _starts[place], _windows[place]
+        self.handle.Free()
 
-@dataclass
-class Windows:
-    """What one Group has allocated, ordered by address."""
 
-    made: int = 0
-    starts: list[int] = field(default_factory=list)
-    windows: list[Window] = field(default_factory=list)
-
-    def find(self, address: int, size_bytes: int) -> tuple[Window | None, int]:
-        """The window that holds these bytes of this rank's own part, and their offset in it; (None, 0) if none does."""
-        place = bisect.bisect_right(self.starts, address) - 1
-        if place < 0:
-            return None, 0
-        window, offset = self.windows[place], address - self.starts[place]
-        return (window, offset) if offset + size_bytes <= window.memory.size else (None, 0)
-
-    def add(self, window: Window) -> None:
-        place = bisect.bisect(self.starts, window.start)
-        self.starts.insert(place, window.start)
-        self.windows.insert(place, window)
-
-    def remove(self, window: Window) -> None:
-        place = self.starts.index(window.start)
-        del self.starts[place], self.windows[place]
+def find_window(address: int, size_bytes: int) -> tuple[Window | None, int]:
+    """The window whose own part holds these bytes, and their offset in it; (None, 0) if none does."""
+    place = bisect.bisect_right(_starts, address) - 1
+    if place < 0:
+        return None, 0
+    window, offset = _windows[place], address - _starts[place]
+    return (window, offset) if offset + size_bytes <= window.memory.size else (None, 0)
 
 
 def shared_zeros(n: int, comm: MPI.Intracomm | Group, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -81,43 +72,41 @@ def shared_zeros(n: int, comm: MPI.Intracomm | Group, dtype: torch.dtype = torch
 
 def free_shared(x: torch.Tensor, comm: MPI.Intracomm | Group) -> None:
     """Give back the window that holds x, made by shared_zeros over comm. Collective over comm. Raises ValueError."""
-    windows = windows_of(group_of(comm))
-    window, _ = windows.find(x.data_ptr(), max(x.nbytes, 1))
-    if window is None:
-        raise ValueError(f"no shared array of this communicator holds a tensor of shape {tuple(x.shape)}, {x.dtype}")
-    windows.remove(window)
-    window.handle.Free()
-
-
-def windows_of(group: Group) -> Windows:
-    """What `group` has allocated so far; given back when the group is freed."""
-    kept: Any = group.node.Get_attr(_KEY)
-    windows: Windows = kept or Windows()
-    if not kept:
-        group.node.Set_attr(_KEY, windows)
-        group.at_free.append(lambda: _free_all(windows))
-    return windows
+    group = group_of(comm)
+    window, _ = find_window(x.data_ptr(), max(x.nbytes, 1))
+    if window is None or window.node is not group.node:
+        raise ValueError(f"no shared array of this communicator holds the tensor of shape {tuple(x.shape)}, {x.dtype}")
+    group.at_free.remove(window.free)
+    window.free()
 
 
 def allocate_window(size_bytes: int, group: Group) -> Window:
     """A zeroed window of that many bytes for each rank of the node. Collective over group. Raises UserError."""
-    windows = windows_of(group)
     size_bytes = max(-(-size_bytes // PAGE_BYTES), 1) * PAGE_BYTES
     raise_together(group.comm, _shortage(size_bytes, group))
     info = MPI.Info.Create({"alloc_shared_noncontig": "true"})  # each part starts on a page of its own
     handle = MPI.Win.Allocate_shared(size_bytes, 1, info, group.node)
     info.Free()
     parts = [_part(handle, rank) for rank in range(group.node.size)]
-    addresses = np.array([part.ctypes.data for part in parts], dtype=np.uint64)
-    window = Window(windows.made + 1, handle, parts[group.node.rank], addresses)
     try:
-        raise_together(group.comm, _zero(window.memory, group))
+        raise_together(group.comm, _zero(parts[group.node.rank], group))
     except HpcllmError:
         handle.Free()
         raise
-    windows.made += 1
-    windows.add(window)
+    addresses = np.array([part.ctypes.data for part in parts], dtype=np.uint64)
+    window = Window(_number(group.node), group.node, handle, parts[group.node.rank], addresses)
+    place = bisect.bisect(_starts, window.start)
+    _starts.insert(place, window.start)
+    _windows.insert(place, window)
+    group.at_free.append(window.free)
     return window
+
+
+def _number(node: MPI.Intracomm) -> int:
+    """The next number of the node's first rank, made its own by its rank in the job."""
+    number = np.array([next(_numbers) << 32 | MPI.COMM_WORLD.rank])
+    node.Bcast(number)
+    return int(number[0])
 
 
 def _part(handle: MPI.Win, rank: int) -> NDArray[np.uint8]:
@@ -159,11 +148,6 @@ def _too_small(size_bytes: int, group: Group, found: str) -> UserError:
     )
 
 
-def _free_all(windows: Windows) -> None:
-    while windows.windows:
-        window = min(windows.windows, key=lambda w: w.number)  # in the same order on all ranks
-        windows.remove(window)
-        window.handle.Free()
-
-
-_KEY = MPI.Comm.Create_keyval()
+_starts: list[int] = []  # of this rank's parts, in order of address
+_windows: list[Window] = []
+_numbers = itertools.count(1)

@@ -33,9 +33,7 @@ class Wire:
             memory = self._memory[name] = _aligned(size_bytes)
         return memory[:size_bytes]
 
-    def send(
-        self, comm: MPI.Intracomm, data: torch.Tensor, peer: int, tag: int, plain_bytes: int
-    ) -> list[MPI.Request]:
+    def send(self, comm: MPI.Intracomm, data: torch.Tensor, peer: int, tag: int, plain_bytes: int) -> list[MPI.Request]:
         """Start sending `data`; plain_bytes: what the values in it take without a codec."""
         self.sent_bytes += data.nbytes
         self.plain_bytes += plain_bytes

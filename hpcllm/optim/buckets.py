@@ -52,7 +52,9 @@ class GradientBuckets:
 
     buckets: list[Bucket]
     worker: Worker = field(default_factory=Worker)
-    sum_s: float = 0.0  # seconds in which the worker summed
+    hidden_s: float = 0.0  # seconds of sums behind which the backward pass ran
+    _sum_s: float = 0.0  # of this step's sums
+    _exposed_s: float = 0.0  # the worker's when the step began
     _step: int = 0
     _exact: bool = False
     _next: int = 0
@@ -65,6 +67,7 @@ class GradientBuckets:
     def arm(self, step: int, exact: bool) -> None:
         """From here on a final gradient counts: call before the backward pass of the last microbatch."""
         self._armed, self._next, self._step, self._exact = True, 0, step, exact
+        self._sum_s, self._exposed_s = 0.0, self.worker.exposed_s
         for bucket in self.buckets:
             bucket.missing = len(bucket.names)
 
@@ -73,6 +76,7 @@ class GradientBuckets:
         assert self._next == len(self.buckets), "a parameter got no gradient"
         self._armed = False
         self.worker.finish()
+        self.hidden_s += max(0.0, self._sum_s - (self.worker.exposed_s - self._exposed_s))
 
     def squared_norm(self, owns_shared: bool) -> float:
         """Sum of squares of this stage's gradients; a shared embedding counts on the end that owns it only."""
@@ -96,7 +100,7 @@ class GradientBuckets:
     def _sum(self, bucket: Bucket) -> None:
         start = time.perf_counter()
         bucket.summation.run(bucket.gradients, self._step, self._exact)
-        self.sum_s += time.perf_counter() - start
+        self._sum_s += time.perf_counter() - start
 
 
 def make_buckets(

@@ -12,11 +12,11 @@ import torch
 from mpi4py import MPI
 
 from hpcllm import buffers
+from hpcllm.perf.timing import LIMIT_S
 from hpcllm.perf.values import Floats, Segment, unroll
 from hpcllm.waiting import Waits
 
 PIECE = 1 << 20  # values compared at once, in float64
-LIMIT_S = 600.0
 
 
 @dataclass

@@ -10,7 +10,7 @@ than moving its data does. Rank 0 measures; others, if there are any, wait witho
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -53,12 +53,16 @@ def run(operation: str, options: Options, comm: MPI.Intracomm, stopping: Callabl
     report = Report(options, comm, len(options.sizes))
     cores = len(os.sched_getaffinity(0))
     report.say(f"# {operation}, {facts(options.dtype, group_of(MPI.COMM_SELF))}; 1 thread and {cores}; GB = 1e9 bytes")
-    torch.set_num_threads(1)  # threads are counted here
-    with ThreadPoolExecutor(cores) as pool:
-        for size_bytes in options.sizes:
-            report.add(_measure(options, size_bytes, sorted({1, cores}), pool, stopping) if comm.rank == 0 else [])
-            if meet(comm, stopping()):
-                break
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # the threads that are counted are ours
+    try:
+        with ThreadPoolExecutor(cores) as pool:
+            for size_bytes in options.sizes:
+                report.add(_measure(options, size_bytes, sorted({1, cores}), pool, stopping) if comm.rank == 0 else [])
+                if meet(comm, stopping()):
+                    break
+    finally:
+        torch.set_num_threads(before)
     report.close()
     return 0
 
@@ -66,47 +70,44 @@ def run(operation: str, options: Options, comm: MPI.Intracomm, stopping: Callabl
 def _measure(
     options: Options, size_bytes: int, threads: Sequence[int], pool: ThreadPoolExecutor, stopping: Callable[[], bool]
 ) -> list[Record]:
-    dtype, n = VALUE_TYPES[options.dtype], size_bytes // VALUE_BYTES[options.dtype]
-    codecs = [find_codec(name, dtype) for name in options.codecs if name != "raw"]  # raw moves nothing
-    jobs = [job for count in threads for job in [_copying(n, dtype, count), *_coding(n, codecs, count)]]
+    dtype = VALUE_TYPES[options.dtype]
+    values = torch.empty(size_bytes // VALUE_BYTES[options.dtype], dtype=dtype)
+    unroll(pattern(0, dtype), 0, values)
+    decoded = torch.zeros_like(values)
+    jobs = []
+    for count in threads:
+        jobs.append(copying(values, decoded, count))
+        for name in options.codecs:
+            if name != "raw":  # which moves nothing
+                jobs += coding(values, decoded, find_codec(name, dtype), count)
     cases = [Case(_nothing, _runner(job.parts, pool)) for job in jobs]
     timed = in_turns(MPI.COMM_SELF, cases, options.rounds(size_bytes), options.warmup, stopping)
-    copies = {
-        job.threads: job.moved_bytes / s.median
-        for job, s in zip(jobs, timed, strict=False)
-        if job.direction == "memcpy"
-    }
-    return [_record(options, size_bytes, job, s, copies[job.threads]) for job, s in zip(jobs, timed, strict=False)]
+    done = list(zip(jobs, timed, strict=False))  # nothing was timed if a signal came at once
+    copies = {job.threads: job.moved_bytes / seconds.median for job, seconds in done if job.direction == "memcpy"}
+    return [_record(options, size_bytes, job, seconds, copies[job.threads]) for job, seconds in done]
 
 
-def _copying(n: int, dtype: torch.dtype, threads: int) -> Job:
-    values = _values(n, dtype)
-    out = torch.zeros_like(values)
-    cuts = [(n * part // threads, n * (part + 1) // threads) for part in range(threads)]
-    parts = [_bind(out[start:end].copy_, values[start:end]) for start, end in cuts]
-    return Job("memcpy", find_codec("raw", dtype), parts, 2 * values.nbytes, values.nbytes, 0.0)
+def copying(values: torch.Tensor, out: torch.Tensor, threads: int) -> Job:
+    """values -> out."""
+    parts = [_bind(out[start:end].copy_, values[start:end]) for start, end in _cuts(values.numel(), 1, threads)]
+    return Job("memcpy", find_codec("raw", values.dtype), parts, 2 * values.nbytes, values.nbytes, 0.0)
 
 
-def _coding(n: int, codecs: Sequence[Codec], threads: int) -> list[Job]:
-    jobs = []
-    for codec in codecs:
-        values = _values(n, codec.dtype)
-        decoded = torch.full_like(values, torch.nan)
-        ends = [_whole_blocks(n * part // threads, codec.block) for part in range(threads)] + [n]
-        cuts = [(values[start:end], decoded[start:end]) for start, end in pairwise(ends)]
-        outs = [torch.empty(codec.encoded_bytes(part.numel()), dtype=torch.uint8) for part, _ in cuts]
-        data = [codec.encode(part, out) for (part, _), out in zip(cuts, outs, strict=True)]
-        encodes = [_bind(codec.encode, part, out) for (part, _), out in zip(cuts, outs, strict=True)]
-        decodes = [_bind(codec.decode, used, part) for used, (_, part) in zip(data, cuts, strict=True)]
-        for decode in decodes:
-            decode()
-        error = distance(decoded, expected("p2p", n, 0, 1, codec, ""), MPI.COMM_SELF, check=False).relative
-        encoded = sum(used.numel() for used in data)
-        moved = values.nbytes + encoded
-        jobs += [
-            Job(name, codec, parts, moved, encoded, error) for name, parts in (("encode", encodes), ("decode", decodes))
-        ]
-    return jobs
+def coding(values: torch.Tensor, decoded: torch.Tensor, codec: Codec, threads: int) -> list[Job]:
+    """values -> bytes, and bytes -> decoded; values are the pattern of rank 0."""
+    encodes, decodes, encoded_bytes = [], [], 0
+    decoded.fill_(torch.nan)
+    for start, end in _cuts(values.numel(), codec.block, threads):
+        out = torch.empty(codec.encoded_bytes(end - start), dtype=torch.uint8)
+        data = codec.encode(values[start:end], out)
+        encodes.append(_bind(codec.encode, values[start:end], out))
+        decodes.append(_bind(codec.decode, data, decoded[start:end]))
+        decodes[-1]()
+        encoded_bytes += data.numel()
+    truth = expected("p2p", values.numel(), 0, 1, codec, "")
+    error, moved = distance(decoded, truth, MPI.COMM_SELF, check=False).relative, values.nbytes + encoded_bytes
+    pairs = (("encode", encodes), ("decode", decodes))
+    return [Job(direction, codec, parts, moved, encoded_bytes, error) for direction, parts in pairs]
 
 
 def _record(options: Options, size_bytes: int, job: Job, seconds: Seconds, memcpy_bytes_s: float) -> Record:
@@ -146,14 +147,9 @@ def _bind(function: Callable[..., object], *arguments: object) -> Run:
     return lambda: function(*arguments)
 
 
-def _values(n: int, dtype: torch.dtype) -> torch.Tensor:
-    values = torch.empty(n, dtype=dtype)
-    unroll(pattern(0, dtype), 0, values)
-    return values
-
-
-def _whole_blocks(n: int, block: int) -> int:
-    return n // block * block
+def _cuts(n: int, block: int, parts: int) -> Iterable[tuple[int, int]]:
+    """(start, end) of each part; all but the last are whole blocks."""
+    return pairwise([n * part // parts // block * block for part in range(parts)] + [n])
 
 
 def _nothing() -> None:

@@ -21,8 +21,8 @@ from mpi4py import MPI
 from hpcllm.codecs import Codec, find_codec
 from hpcllm.collectives import group_of, operations, select
 from hpcllm.collectives.choice import candidates
-from hpcllm.collectives.cost import Shape
 from hpcllm.collectives.group import Group
+from hpcllm.collectives.rates import Shape
 from hpcllm.collectives.tuning import load_tuning
 from hpcllm.errors import ConfigError
 from hpcllm.perf.arguments import VALUE_BYTES, Options
@@ -33,7 +33,7 @@ from hpcllm.perf.machine import VALUE_TYPES, check_device, check_memory, facts, 
 from hpcllm.perf.p2p import measure_link
 from hpcllm.perf.records import Record, finite
 from hpcllm.perf.report import Report
-from hpcllm.perf.timing import Case, Seconds, in_turns, meet
+from hpcllm.perf.timing import LIMIT_S, Case, Seconds, in_turns, meet
 from hpcllm.perf.values import codec_ratio, expected
 from hpcllm.together import on_root
 from hpcllm.waiting import Waits
@@ -41,7 +41,6 @@ from hpcllm.waiting import Waits
 FIRST = (LIBRARY, "native", "auto")
 REPLICATED = ("allreduce", "allgather", "broadcast")  # all ranks end with the same
 PROBE_VALUES = 64
-LIMIT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -75,24 +74,24 @@ class Bench:
     stopping: Callable[[], bool]
 
 
-def run(operation: str, options: Options, comm: MPI.Intracomm, stopping: Callable[[], bool]) -> int:
+def run(operation: str, options: Options, comm: MPI.Intracomm | Group, stopping: Callable[[], bool]) -> int:
     """Measure; 1 if --check found an error. Collective over comm. Raises ConfigError before any work."""
     group = group_of(comm)
     _check(operation, options, group)
-    report = Report(options, comm, len(options.sizes))
+    report = Report(options, group.comm, len(options.sizes))
     ways = find_ways(operation, options, group)
     bench = Bench(operation, options, group, ways, options.bandwidth_gb_s or measure_link(group), stopping)
     for line in _head(bench):
         report.say(line)
     failures: list[str] = []
     for size_bytes in options.sizes:
-        if meet(comm, stopping()):
+        if meet(group.comm, stopping()):
             break
         records, found = measure(bench, size_bytes)
         report.add(records)
         failures += found
     report.close()
-    for failure in failures if comm.rank == 0 else []:
+    for failure in failures if group.rank == 0 else []:
         print(f"hpcllm: --check: {failure}", file=sys.stderr)
     return 1 if failures else 0
 
@@ -118,18 +117,20 @@ def find_ways(operation: str, options: Options, group: Group) -> list[Way]:
     """Each asked algorithm with each codec that it can carry, found out by trying. Collective. Raises ConfigError."""
     ways = _asked_ways(operation, options, group)
     arrays = Arrays(operation, PROBE_VALUES, VALUE_TYPES[options.dtype], group, options.device)
-    refusals: dict[Way, str] = {}
+    kept, refusals = [], []
     for way in ways:
         arrays.refresh()
         try:
             arrays.call(way.algorithm, way.codec)()
         except ValueError as error:
-            refusals[way] = f"{way} left out: {error}"
-    if len(refusals) == len(ways):
-        raise ConfigError(f"nothing to measure: {'; '.join(refusals.values())}")
-    for refusal in refusals.values() if group.rank == 0 and options.algorithms else []:
+            refusals.append(f"{way} left out: {error}")
+        else:
+            kept.append(way)
+    if not kept:
+        raise ConfigError(f"nothing to measure: {'; '.join(refusals)}")
+    for refusal in refusals if group.rank == 0 and options.algorithms else []:
         print(f"hpcllm: {refusal}", file=sys.stderr)
-    return [way for way in ways if way not in refusals]
+    return kept
 
 
 def _asked_ways(operation: str, options: Options, group: Group) -> list[Way]:

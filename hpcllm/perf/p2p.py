@@ -27,8 +27,9 @@ from hpcllm.perf.limits import bound_s
 from hpcllm.perf.machine import VALUE_TYPES, check_memory, facts, library_name, node_of_ranks
 from hpcllm.perf.records import Record, finite
 from hpcllm.perf.report import Report
-from hpcllm.perf.timing import Case, Seconds, finish, in_turns, meet
+from hpcllm.perf.timing import LIMIT_S, Case, Seconds, finish, in_turns, meet
 from hpcllm.perf.values import codec_ratio, expected, pattern, unroll
+from hpcllm.waiting import Waits
 
 MESSAGES = 8  # of a stream
 SLOTS = 2
@@ -44,6 +45,7 @@ class End:
     x: torch.Tensor  # (n,) of codec.dtype: what is sent
     out: torch.Tensor  # (n,): what has come
     slots: list[torch.Tensor] = field(init=False)  # encoded
+    word: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.uint8))  # "all here"
 
     def __post_init__(self) -> None:
         capacity = self.codec.encoded_bytes(self.x.numel())
@@ -81,13 +83,13 @@ class End:
         self.codec.decode(data[: self.codec.used_bytes(data, self.x.numel())], self.out)
 
     def _last_word(self, sending: bool) -> list[MPI.Request]:
-        self._word = torch.zeros(1, dtype=torch.uint8)
-        return (buffers.irecv if sending else buffers.isend)(self.comm, self._word, 1 - self.comm.rank, 1)
+        return (buffers.irecv if sending else buffers.isend)(self.comm, self.word, 1 - self.comm.rank, 1)
 
 
-def run(operation: str, options: Options, comm: MPI.Intracomm, stopping: Callable[[], bool]) -> int:
+def run(operation: str, options: Options, comm: MPI.Intracomm | Group, stopping: Callable[[], bool]) -> int:
     """Measure. Collective over comm. Raises ConfigError with one rank, and before any work."""
     group = group_of(comm)
+    comm = group.comm
     if comm.size == 1:
         raise ConfigError("p2p needs two ranks, and this job has one; start it with mpirun -n 2 or srun --ntasks=2")
     if options.sizes[-1] > buffers.LARGEST_MESSAGE_BYTES // 2:
@@ -139,6 +141,7 @@ def _link_gb_s(comm: MPI.Intracomm, pair: MPI.Intracomm) -> float:
         timed = in_turns(pair, [Case(_nothing, end.stream) for end in ends], LINK_ROUNDS, 1, lambda: False)
         rates = [MESSAGES * size / s.samples.min() / 1e9 for size, s in zip(LINK_SIZES, timed, strict=True)]
         rate[0] = max(rates)
+    Waits(LIMIT_S).all([comm.Ibarrier()], lambda: "the link to be measured")  # does not take the pair's cores
     comm.Bcast(rate, root=0)
     return float(rate[0])
 

@@ -23,7 +23,6 @@ from typing import Any
 
 from hpcllm.errors import ConfigError, DataError
 
-
 STANDARD_OUTPUT = Path("-")
 POSITIVE = ("bytes", "median_s", "min_s", "max_s", "algbw_gb_s", "ratio", "ranks", "nodes")
 

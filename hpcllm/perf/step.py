@@ -10,7 +10,6 @@ is never exact here: `exact_steps` are the first of a run, and this measures the
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import time
 from collections.abc import Sequence
@@ -71,8 +70,9 @@ def measure(config: Config, policies: Sequence[str], steps: int, warmup: int, co
 
 
 def _with_policy(config: Config, policy: str) -> Config:
-    communication = dataclasses.replace(config.communication, policy=policy, exact_steps=0)
-    return dataclasses.replace(config, communication=communication)
+    tables = configs.to_tables(config)
+    tables["communication"] |= {"policy": policy, "exact_steps": 0}
+    return configs.from_tables(tables)
 
 
 def _step_s(parts: Parts, number: int, comm: MPI.Intracomm) -> float:

@@ -22,7 +22,7 @@ _QUALITY: list[Column] = [
 _NAMES: list[Column] = [
     ("bytes", 6, lambda record: size_text(record.bytes)),
     ("algorithm", -19, lambda record: record.algorithm),
-    ("codec", -8, lambda record: record.codec),
+    ("codec", -11, lambda record: record.codec),
 ]
 TRANSFER = [
     *_NAMES,

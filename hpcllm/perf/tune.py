@@ -82,10 +82,10 @@ def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
     from hpcllm.collectives.measure import CODECS, measure
     from hpcllm.together import on_root
 
-    codecs, sizes, operations = _codecs(arguments.codecs), parse_sizes(arguments.sizes, 4), _operations(arguments)
+    asked, sizes, operations = _asked(arguments.codecs), parse_sizes(arguments.sizes, 4), _operations(arguments)
     on_root(comm, lambda: _check_writable(arguments.output))
     group = group_of(comm)
-    tuning = Tuning(measure(group, [*CODECS, *codecs]), _facts(group))
+    tuning = Tuning(measure(group, [*CODECS, *asked]), _facts(group))
     on_root(comm, lambda: _write(arguments.output, to_text(tuning)))
     say: Callable[[str], None] = (
         (lambda _: None) if arguments.json or comm.rank else lambda text: print(text, flush=True)
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
     rows: list[Row] = []
     if not arguments.rates_only:
         say(_line(COLUMNS))
-        for row in _rows(operations, sizes, ["raw", *codecs], tuning, group):
+        for row in _rows(operations, sizes, asked, tuning, group):
             rows.append(row)
             say(_line(_cells(row)))
         say(_verdict(rows))
@@ -218,10 +218,10 @@ def _verdict(rows: list[Row]) -> str:
     return f"{good} of {len(rows)} choices within 10 % of the best measured"
 
 
-def _codecs(text: str) -> list[str]:
-    """Raises ConfigError."""
+def _asked(text: str) -> list[str]:
+    """raw and the codecs in the list, each once. Raises ConfigError."""
     try:
-        return [str(parse_name(name.strip())) for name in text.split(",")]
+        return list(dict.fromkeys(["raw", *(str(parse_name(name.strip())) for name in text.split(","))]))
     except ValueError as error:
         raise ConfigError(f"--codecs: {error} (one of each kind: {', '.join(examples())})") from error
 

@@ -46,7 +46,7 @@ class Case:
             "ordinary": lambda: normal * 1e-3,
             "any bits": lambda: normal,
             "tiny": lambda: random.integers(-9, 10, self.n) * info.smallest_normal * info.eps,
-            "huge": lambda: np.sign(normal) * info.max * np.where(random.random(self.n) < 0.5, 1, random.random(self.n)),
+            "huge": lambda: np.sign(normal) * info.max * np.maximum(random.random(self.n), random.random(self.n) < 0.5),
             "many magnitudes": lambda: normal * 2.0 ** random.integers(-20, 5, self.n),
             "equal": lambda: np.full(self.n, 1 / 3),
             "zero": lambda: np.zeros(self.n),

@@ -9,14 +9,21 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rates import codings, made_up, rates, shapes, sizes
+from made_up_rates import codings, made_up, rates, shapes, sizes
 
 from hpcllm.codecs.names import examples
-from hpcllm.collectives.cost import COSTS, VALUE_BITS, Link, Shape, bound_s, cost_s, message_cost_s, nominal_ratio
+from hpcllm.collectives.cost import COSTS, bound_s, cost_s, message_cost_s
+from hpcllm.collectives.rates import VALUE_BITS, Link, Shape, nominal_ratio
 
 EVERY = [(operation, algorithm) for operation in COSTS for algorithm in COSTS[operation]]
 every = pytest.mark.parametrize(("operation", "algorithm"), EVERY)
-PURE = ("hpcllm.collectives.cost", "hpcllm.collectives.tuning", "hpcllm.collectives.choice", "hpcllm.perf.tune")
+PURE = (
+    "hpcllm.collectives.cost",
+    "hpcllm.collectives.rates",
+    "hpcllm.collectives.tuning",
+    "hpcllm.collectives.choice",
+    "hpcllm.perf.tune",
+)
 
 
 def test_every_algorithm_has_a_formula_and_every_formula_an_algorithm():
@@ -98,6 +105,11 @@ def test_bounds_are_those_of_the_books(ranks, ratio):
     assert 8 / bound_s("allgather", 8e9, ratio, flat, 3.0) == pytest.approx(ratio * 3 * ranks / (ranks - 1))
     assert 8 / bound_s("broadcast", 8e9, ratio, flat, 3.0) == pytest.approx(ratio * 3)
     assert bound_s("alltoall", 8e9, ratio, flat, 3.0) == pytest.approx(bound_s("allgather", 8e9, ratio, flat, 3.0))
+
+
+def test_the_emptiest_node_bounds_an_all_to_all():
+    """3 ranks on 2 nodes, a third of x for each: two thirds leave the node of one rank, as much the other."""
+    assert bound_s("alltoall", 3e9, 1, Shape(3, 2, 1), 1.0) == pytest.approx(2.0)
 
 
 @given(nodes=st.integers(2, 20), lanes=st.integers(1, 8))

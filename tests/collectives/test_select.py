@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from rates import made_up, made_up_tuning
+from made_up_rates import made_up, made_up_tuning
+from mpi4py import MPI
 
 from hpcllm.codecs import find_codec
 from hpcllm.collectives.choice import LEAST_GAIN, candidates, choose, link_codec
-from hpcllm.collectives.cost import COSTS, Shape, cost_s
+from hpcllm.collectives.cost import COSTS, cost_s
 from hpcllm.collectives.group import group_of, make_group
+from hpcllm.collectives.rates import Shape
 from hpcllm.collectives.select import plan, shape_of, use_tuning
 from hpcllm.collectives.tuning import Tuning
 
@@ -66,8 +68,12 @@ def test_the_choice_is_the_least_cost_of_what_is_allowed(operation, shape):
         choice = choose(operation, size, "raw", "float32", shape, rates)
         raw = rates.codings["raw", "float32"]
         allowed = candidates(operation, "raw", "float32", shape)
-        least = min(cost_s(operation, name, size, raw, shape, rates) for name in allowed)
-        assert choice.predicted_s == least == cost_s(operation, choice.algorithm, size, raw, shape, rates)
+        costs = {name: cost_s(operation, name, size, raw, shape, rates) for name in allowed}
+        assert choice.predicted_s == costs[choice.algorithm]
+        if choice.algorithm == "native":
+            assert costs["native"] <= LEAST_GAIN * min(costs.values())
+        else:
+            assert costs[choice.algorithm] == min(costs.values()) <= costs["native"] / LEAST_GAIN
 
 
 @pytest.mark.parametrize("shape", [Shape(2), Shape(4, 4), TWO_NODES], ids=str)
@@ -79,6 +85,16 @@ def test_no_sum_is_rounded_at_every_hop(shape):
             assert names
             assert not {"ring", "rabenseifner", "native"} & set(names)
         assert "ring" in candidates(operation, "exp", "float32", shape)
+
+
+def test_what_the_library_cannot_count_is_not_asked_of_it():
+    n = 1 << 31
+    assert "native" not in candidates("alltoall", "raw", "float32", TWO_NODES, n)
+    assert "native" in candidates("alltoall", "raw", "float32", TWO_NODES, n - 1)
+    assert "native" in candidates("broadcast", "raw", "float32", TWO_NODES, n)
+    group = group_of(MPI.COMM_SELF)
+    for operation in ("allgather", "alltoall", "reduce_scatter"):
+        assert plan(operation, n, find_codec("raw"), group).algorithm != "native"
 
 
 def test_a_codec_that_was_not_measured_gets_no_choice():
@@ -120,7 +136,7 @@ def test_every_rank_plans_the_same_and_the_front_doors_can_run_it(comm, tuned):
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
-@pytest.mark.parametrize("far_gb_s", [None, 0.01, 100.0])
+@pytest.mark.parametrize("far_gb_s", [None, 0.01])
 def test_auto_sums(comm, far_gb_s):
     """Whatever is chosen: near the float64 sum, the same bits on all ranks and the same again."""
     from hpcllm.collectives import allreduce
@@ -128,14 +144,14 @@ def test_auto_sums(comm, far_gb_s):
     for group in (group_of(comm), nodes_of_two(comm)):
         if far_gb_s:
             use_tuning(group, made_up_tuning(far_gb_s=far_gb_s, near_gb_s=far_gb_s))
-        for codec in CODECS:
-            for n in SIZES:
+        for codec in ("raw", "bf16"):
+            for n in (1, 1000, 1 << 18):
                 addends = [
                     np.random.default_rng([rank, n]).standard_normal(n).astype("f4") for rank in range(comm.size)
                 ]
                 first, again = (allreduce(torch.from_numpy(addends[comm.rank].copy()), group, codec) for _ in range(2))
                 exact = np.sum(addends, axis=0, dtype="f8")
-                worst = 0.02 * (comm.size + 1) * np.abs(addends).max()  # int8: 1/254 of a block's largest, each time
+                worst = 0.01 * (comm.size + 1) * np.abs(addends).max()  # bf16: 1/256 of a value, each time
                 assert np.abs(first.numpy() - exact).max() <= worst
                 assert torch.equal(first, again)
                 assert len(set(comm.allgather(first.numpy().tobytes()))) == 1

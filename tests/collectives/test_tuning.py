@@ -8,7 +8,7 @@ import os
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rates import made_up_tuning
+from made_up_rates import made_up_tuning
 
 from hpcllm.collectives.tuning import LARGEST_FILE_BYTES, load_tuning, to_text
 from hpcllm.errors import ConfigError

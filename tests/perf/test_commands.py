@@ -23,7 +23,8 @@ LIMIT_S = 100.0
 def environment() -> dict[str, str]:
     """Without what this process's own MPI has left in it; root may start jobs."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PMIX_", "PRTE_", "PMI_", "OMPI_COMM_"))}
-    return {"PYTHONPATH": str(ROOT)} | kept | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return kept | allowed | {"PYTHONPATH": str(ROOT)}
 
 
 def run(*words: str, cwd: Path = ROOT, python: tuple[str, ...] = (), launcher: tuple[str, ...] = ()):
@@ -109,14 +110,16 @@ def test_a_mistake_of_all_ranks_is_said_once():
 
 
 def test_two_ranks_give_json_alone_on_standard_output_and_a_picture(tmp_path):
-    words = ["allreduce", "--sizes", "1K:4K", "--codecs", "raw,bf16", "--iterations", "2", "--check", "--json", "-"]
+    words = ["allreduce", "--sizes", "1K:4K", "--algorithms", "mpi,ring", "--codecs", "raw,bf16", "--check"]
     folder = tmp_path / "a folder"
     folder.mkdir()
-    answer = run(*words, "--plot", "x.png", cwd=folder, launcher=two_ranks())
+    answer = run(*words, "--iterations", "2", "--json", "-", "--plot", "x.png", cwd=folder, launcher=two_ranks())
     assert answer.returncode == 0, answer.stderr
     rows = json.loads(answer.stdout)
     assert {row["bytes"] for row in rows} == {1024, 2048, 4096}
     assert {row["ranks"] for row in rows} == {2}
+    assert {(row["algorithm"], row["codec"]) for row in rows} == {("mpi", "raw"), ("ring", "raw"), ("ring", "bf16")}
+    assert "mpi bf16 left out" in answer.stderr
     assert all(row["library"].split()[0] in ("Open", "MPICH") for row in rows)
     assert "# allreduce, float32, 2 ranks on 1 node" in answer.stderr
     assert (folder / "x.png").read_bytes().startswith(b"\x89PNG")

@@ -10,11 +10,13 @@ import torch
 
 from hpcllm.codecs import find_codec
 from hpcllm.collectives import group_of, operations
+from hpcllm.collectives.group import make_group
 from hpcllm.errors import ConfigError
 from hpcllm.perf import codec, collective, p2p
 from hpcllm.perf.arguments import Options
 from hpcllm.perf.limits import bus_factor
 from hpcllm.perf.records import read_json
+from hpcllm.perf.values import pattern, unroll
 
 OPERATIONS = ["allreduce", "reduce_scatter", "allgather", "alltoall", "broadcast"]
 LAST = dict.fromkeys(OPERATIONS, "ring") | {"alltoall": "pairwise"}
@@ -222,13 +224,34 @@ def test_p2p_measures_the_first_and_the_last_rank(comm, shared_path, capsys):
         assert all(r.rel_error == (0 if r.codec == "raw" else pytest.approx(1.7e-3, rel=0.9)) for r in records)
 
 
+@pytest.mark.parallel([3])
+def test_with_two_nodes_the_link_is_that_between_them(comm, shared_path):
+    """Ranks 0 and 1 count as one node, rank 2 as another."""
+    group = make_group(comm, comm.Split(comm.rank // 2))
+    path = shared_path / "records.json"
+    assert p2p._peers(group) == [(2, 2), (1, 1)]
+    assert p2p.measure_link(group) > 0
+    asked = options(json=path, algorithms=("mpi", "two_level"), sizes=(1 << 20,), bandwidth_gb_s=0.125)
+    assert collective.run("allreduce", asked, group, never) == 0
+    if comm.rank == 0:
+        for r in read_json(path):
+            assert (r.ranks, r.nodes) == (3, 2)
+            assert r.bound_s == pytest.approx((1 << 20) / 0.125e9)  # once out of a node and once in
+    assert p2p.run("p2p", options(json=path, sizes=(4096,)), group, never) == 0
+    if comm.rank == 0:
+        assert [(r.algorithm, r.nodes) for r in read_json(path)] == [
+            *(("pingpong", 2), ("stream", 2)), *(("pingpong", 1), ("stream", 1)),
+        ]  # fmt: skip
+
+
 @pytest.mark.parallel([1, 2])
 def test_codecs_are_measured_beside_a_copy(comm, shared_path):
     path, size = shared_path / "records.json", 1 << 16
     asked = options(json=path, codecs=("raw", "bf16"), sizes=(size,), check=False)
-    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
     assert codec.run("codec", asked, comm, never) == 0
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(1)
     if comm.rank > 0:
         return
     for r in read_json(path):
@@ -242,10 +265,14 @@ def test_codecs_are_measured_beside_a_copy(comm, shared_path):
 @pytest.mark.parametrize("n", [1, 255, 256, 100_003])
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_parts_of_a_codec_s_threads_are_the_whole(n, threads):
-    jobs = codec._coding(n, [find_codec("bf16", torch.float32)], threads)
+    values = torch.empty(n)
+    unroll(pattern(0, torch.float32), 0, values)
+    decoded = torch.zeros(n)
+    jobs = codec.coding(values, decoded, find_codec("bf16", torch.float32), threads)
     assert [job.threads for job in jobs] == [threads, threads]
     assert jobs[0].encoded_bytes == 2 * n
     assert jobs[0].rel_error < 4e-3
+    assert torch.equal(decoded, values.bfloat16().float())
 
 
 @pytest.mark.parallel([2])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from hpcllm.collectives.cost import COSTS, Coding, Link, Rates, Shape
+from hpcllm.collectives.cost import COSTS
+from hpcllm.collectives.rates import Coding, Link, Rates, Shape
 from hpcllm.collectives.tuning import Tuning
 
 
@@ -22,6 +23,7 @@ def made_up(far_gb_s: float = 0.12, near_gb_s: float = 8.0, library_gb_s: float 
         "far": Link(2e-5, far_gb_s),
         "window": Link(1e-5, 20.0),
         "call_s": 2e-6,
+        "setup_s": 3e-5,
         "message_s": 4e-6,
         "copy_gb_s": 10.0,
         "memory_gb_s": 8.0,
@@ -57,6 +59,7 @@ rates = st.builds(
     far=links,
     window=links,
     call_s=st.floats(1e-7, 1e-4),
+    setup_s=st.floats(1e-7, 1e-4),
     message_s=st.floats(1e-7, 1e-4),
     copy_gb_s=speeds,
     memory_gb_s=speeds,

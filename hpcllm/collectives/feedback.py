@@ -1,0 +1,103 @@
+"""Error feedback: what a lossy codec took from a sum, or added to it, is made up for in the next sum.
+
+    step t     x + what is still owed  --encode--> bytes --> everybody         surplus = decoded - asked for
+                        ^                            |                                    |
+                        `---- minus surplus ---------+------------------------------------'   kept to step t + 1
+
+    sum over steps of the results = sum over steps and ranks of x + sum over ranks of the last surplus
+
+so the error of what has been added up over all steps does not grow with their number: it is at most that of one
+encoding a rank. Both encodings of a two-step sum are fed back, in one array of n values: a rank encodes addends of the
+others' chunks and sums of its own, so each value is encoded once in a step, and its place says which surplus is its.
+
+Values that are not finite are passed on as such, and their blocks owe nothing afterwards. Zero is always a valid
+surplus: a run that goes on without the surplus of the last step, or with other ranks, loses what one step is worth.
+Source: Seide et al. 2014, "1-bit stochastic gradient descent", section 3; both encodings: Tang et al. 2019,
+"DoubleSqueeze", arXiv:1905.05957, algorithm 1.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hpcllm.codecs.blocks import Doubles
+from hpcllm.codecs.protocol import Codec
+from hpcllm.collectives.group import Group
+from hpcllm.collectives.node_window import slices
+from hpcllm.collectives.operations import allreduce
+
+
+class ErrorFeedback:
+    """A lossy codec of float32 that remembers, for sums of one array, always the same n values, over one group.
+
+    lane: the values that this rank encodes. Between two sums surplus (lane's values,) float32 may be read, written and
+    zeroed, and codec replaced by the same with another key.
+    """
+
+    lossless = False
+
+    def __init__(self, n: int, group: Group, codec: Codec) -> None:
+        """Raises ValueError where there is nothing to feed back."""
+        if codec.lossless or codec.dtype != torch.float32:
+            raise ValueError(f"error feedback is for lossy codecs of float32, not for {codec.name} of {codec.dtype}")
+        self.n, self.group, self.codec = n, group, codec
+        self.algorithm = "two_level" if group.nodes > 1 else "two_step"  # a single node's two_level encodes nothing
+        self.lane = _lane(n, group) if group.nodes > 1 else slice(0, n)
+        self.surplus = torch.zeros(self.lane.stop - self.lane.start)
+
+    def allreduce(self, x: torch.Tensor) -> None:
+        """Sum x, n values of float32, over the group in place; the same bits on every rank. Collective over group.
+
+        Raises ValueError for another array, StallError, CodecError.
+        """
+        if x.numel() != self.n:
+            raise ValueError(f"error feedback of {self.n} values, but the array has {x.numel()}")
+        allreduce(x, self.group, self, self.algorithm)
+
+    @property
+    def name(self) -> str:
+        return f"{self.codec.name}+ef"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.codec.dtype
+
+    @property
+    def fixed_rate(self) -> bool:
+        return self.codec.fixed_rate
+
+    @property
+    def block(self) -> int:
+        return self.codec.block
+
+    def encoded_bytes(self, n: int) -> int:
+        return self.codec.encoded_bytes(n)
+
+    def used_bytes(self, data: torch.Tensor, n: int) -> int:
+        return self.codec.used_bytes(data, n)
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor, index: int = 0) -> torch.Tensor:
+        n = values.numel()
+        if not n:
+            return self.codec.encode(values, out, index)
+        surplus = self.surplus[index % self.surplus.numel() :][:n]  # index counts the values of all ranks in turn
+        asked = torch.sub(values, surplus, out=surplus)
+        data = self.codec.encode(asked, out, index)
+        self.codec.decode_add(data, asked.neg_())  # now surplus again
+        surplus.nan_to_num_(0.0, 0.0, 0.0)
+        return data
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        self.codec.decode(data, out)
+
+    def decode_add(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        self.codec.decode_add(data, out)
+
+    def bound(self, values: Doubles) -> Doubles:
+        """Of values to which the surplus has been added."""
+        return self.codec.bound(values)
+
+
+def _lane(n: int, group: Group) -> slice:
+    cuts = slices(n, group.lanes, group.node.size)
+    return slice(*map(int, cuts[group.node.rank : group.node.rank + 2]))

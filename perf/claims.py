@@ -1,0 +1,179 @@
+"""What the collectives claim, held against the records of collectives.sh: a Markdown table.
+
+    python perf/claims.py FOLDER        a claim without records is left out; needs nothing but Python
+
+A speed-up is the median time of the faster of the others over ours, out of one record file unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+LIBRARY = ("mpi", "native")
+MIB = 2**20
+LARGE_BYTES = 16 * MIB
+
+
+@dataclass(frozen=True)
+class Row:
+    claim: str
+    where: str
+    measured: float
+    required: float
+    text: Callable[[float], str]
+    at_most: bool = False  # required is an upper limit
+
+    @property
+    def holds(self) -> bool:
+        return self.measured <= self.required if self.at_most else self.measured >= self.required
+
+    def __str__(self) -> str:
+        required = f"{'at most' if self.at_most else 'at least'} {self.text(self.required)}"
+        cells = [self.claim, self.where, required, self.text(self.measured), "yes" if self.holds else "**no**"]
+        return f"| {' | '.join(cells)} |"
+
+
+def times(value: float) -> str:
+    return f"{value:.2f}x"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def microseconds(value: float) -> str:
+    return f"{value:.1f} us"
+
+
+def size(record_bytes: int) -> str:
+    return f"{record_bytes // MIB} MiB" if record_bytes >= MIB else f"{record_bytes} B"
+
+
+@dataclass(frozen=True)
+class Folder:
+    path: Path
+
+    def read(self, run: str) -> list[Record]:
+        file = self.path / f"{run}.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+
+
+def fastest(records: list[Record], algorithms: tuple[str, ...], codec: str, size_bytes: int) -> Record | None:
+    """The record of the least median time; no algorithms: any that is ours and named."""
+    found = [
+        r
+        for r in records
+        if r["codec"] == codec and r["bytes"] == size_bytes and r["algorithm"] in (algorithms or flat(records))
+    ]
+    return min(found, key=lambda r: r["median_s"], default=None)
+
+
+def flat(records: list[Record]) -> set[str]:
+    return {r["algorithm"] for r in records} - {"auto", "two_level"}
+
+
+def sizes(records: list[Record], least_bytes: int) -> list[int]:
+    return sorted({r["bytes"] for r in records if r["bytes"] >= least_bytes})
+
+
+def node_claims(folder: Folder) -> Iterator[Row]:
+    """The faster library of both MPIs, in either kind of memory, against node_window in each MPI and kind."""
+    runs = {
+        (mpi, memory): folder.read(f"node_{mpi}{'_shared' * (memory == 'shared')}")
+        for mpi in ("mpich", "openmpi")
+        for memory in ("private", "shared")
+    }
+    everything = [record for records in runs.values() for record in records]
+    for (mpi, memory), records in runs.items():
+        for size_bytes in sizes(records, LARGE_BYTES):
+            best = fastest(everything, LIBRARY, "raw", size_bytes)
+            ours = fastest(records, ("node_window",), "raw", size_bytes)
+            if best and ours:
+                where = f"2 ranks, {mpi}, {memory} memory, {size(size_bytes)}"
+                yield Row("node_window over the faster MPI", where, best["median_s"] / ours["median_s"], 2.5, times)
+
+
+def small_claims(folder: Folder) -> Iterator[Row]:
+    """The worst size below 64 KiB."""
+    for mpi in ("mpich", "openmpi"):
+        records = folder.read(f"small_{mpi}")
+        extra_us = []
+        for size_bytes in sizes(records, 0):
+            auto, bare = (fastest(records, (name,), "raw", size_bytes) for name in ("auto", "mpi"))
+            if auto and bare:
+                extra_us.append(1e6 * (auto["median_s"] - bare["median_s"]))
+        if extra_us:
+            where = f"2 ranks, {mpi}, below 64 KiB, the worst size"
+            yield Row("auto costs over the library's call", where, max(extra_us), 5.0, microseconds, at_most=True)
+
+
+def host_claims(folder: Folder) -> Iterator[Row]:
+    for hosts in (2, 3, 4):
+        records = folder.read(f"hosts{hosts}")
+        for size_bytes in sizes(records, LARGE_BYTES):
+            where = f"{hosts} hosts, 1 Gbit/s, {size(size_bytes)}"
+            library = fastest(records, LIBRARY, "raw", size_bytes)
+            ours = fastest(records, ("two_step",), "int8:256", size_bytes)
+            if library and ours:
+                speed_up = library["median_s"] / ours["median_s"]
+                yield Row("int8 two_step over native fp32", where, speed_up, 3.5, times)
+                yield Row("int8 two_step of its bound", where, ours["bound_s"] / ours["median_s"], 0.85, percent)
+        records = folder.read(f"hosts{hosts}_bf16")
+        for size_bytes in sizes(records, LARGE_BYTES):
+            raw, coded = (fastest(records, (), codec, size_bytes) for codec in ("raw", "exp"))
+            if raw and coded:
+                where = f"{hosts} hosts, 1 Gbit/s, {size(size_bytes)} of bf16"
+                yield Row("exp over raw", where, raw["median_s"] / coded["median_s"], 1.25, times)
+
+
+def level_claims(folder: Folder) -> Iterator[Row]:
+    records = folder.read("levels")
+    for codec in ("raw", "int8:256"):
+        for size_bytes in sizes(records, LARGE_BYTES):
+            others, ours = fastest(records, (), codec, size_bytes), fastest(records, ("two_level",), codec, size_bytes)
+            if others and ours:
+                where = f"2 hosts of 2 ranks, {codec}, {size(size_bytes)}, best flat: {others['algorithm']}"
+                yield Row("two_level over flat", where, others["median_s"] / ours["median_s"], 1.0, times)
+
+
+def codec_claims(folder: Folder) -> Iterator[Row]:
+    for record in folder.read("codecs_float32"):
+        is_claimed = record["codec"] == "int8:256" and record["threads"] == 1 and record["bytes"] >= LARGE_BYTES
+        if is_claimed and record["memcpy_share"]:
+            where = f"{record['algorithm']}, 1 thread, {size(record['bytes'])}"
+            yield Row("int8:256 of memcpy, bytes read and written", where, record["memcpy_share"], 0.5, percent)
+
+
+def setting_claims(folder: Folder) -> Iterator[Row]:
+    """Not a claim of ours: the library is set as well as we know."""
+    set_well = folder.read("settings_send_send")
+    for size_bytes in sizes(set_well, LARGE_BYTES):
+        default = fastest(folder.read("settings_send_hetero-rdma"), LIBRARY, "raw", size_bytes)
+        ours = fastest(set_well, LIBRARY, "raw", size_bytes)
+        if default and ours:
+            where = f"2 hosts, 1 Gbit/s, {size(size_bytes)}; two runs"
+            speed_up = default["median_s"] / ours["median_s"]
+            yield Row("Open MPI with the settings of cluster.sh over its default", where, speed_up, 0.95, times)
+
+
+def main() -> None:
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        sys.exit("usage: claims.py FOLDER, where collectives.sh has left its records")
+    folder = Folder(Path(sys.argv[1]))
+    parts = (node_claims, small_claims, host_claims, level_claims, codec_claims, setting_claims)
+    rows = [row for part in parts for row in part(folder)]
+    print("Made by collectives.sh. Medians; a speed-up is the time of the other over ours.\n")
+    print("| claim | where | required | measured | holds |\n|---|---|---:|---:|---|")
+    for row in rows:
+        print(row)
+    print()
+
+
+if __name__ == "__main__":
+    main()

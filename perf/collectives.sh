@@ -1,0 +1,116 @@
+#!/usr/bin/env bash
+# bash perf/collectives.sh [PART...]: measures what the collectives claim, about 15 minutes for all parts.
+#
+#     node        one machine, 2 ranks, both MPI wheels: node_window beside native, 64 KiB to 64 MiB
+#     small       the same ranks below 64 KiB: what `auto` costs over the library's bare call
+#     hosts       clusters of 2, 3 and 4 hosts at 1 Gbit/s (cluster.sh, so root): fp32 and int8; bf16 and exp
+#     levels      2 hosts of 2 ranks: two_level beside the flat algorithms
+#     settings    how much Open MPI's own allreduce gains by the settings of cluster.sh
+#     codecs      rates of all codecs beside memcpy
+#     summary     collectives.md from all records that are there
+#
+#     part --> python -m hpcllm.perf ... --json --> perf/collectives/<run>.json, .png --> perf/collectives.md
+#
+# Algorithms of a run take turns in one process, so its ratios hold on a machine that is not quiet; rates need one that is.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
+root=$(dirname "$here")
+results=$here/collectives
+export OMP_NUM_THREADS=1
+
+say() { printf '[%s] %s\n' "$(date +%H:%M:%S)" "$*" >&2; }
+
+measured() { # RUN LAUNCHER... -- ARGUMENTS of hpcllm.perf...
+    local run=$1 launcher=()
+    shift
+    while [ "$1" != -- ]; do
+        launcher+=("$1")
+        shift
+    done
+    shift
+    say "$run: $*"
+    "${launcher[@]}" python -m hpcllm.perf "$@" --json "$results/$run.json" --plot "$results/$run.png"
+}
+
+on_node() { # RUN MPI ARGUMENTS...
+    local run=$1 mpi=$2
+    shift 2
+    HPCLLM_MPI=$mpi measured "$run" bash "$root/jobscripts/local/mpirun.sh" 2 -- "$@"
+}
+
+on_hosts() { # RUN RANKS ARGUMENTS...
+    local run=$1 ranks=$2
+    shift 2
+    measured "$run" bash "$here/cluster.sh" run -n "$ranks" -- "$@"
+}
+
+part_node() {
+    local mpi
+    for mpi in mpich openmpi; do
+        on_node "node_$mpi" $mpi allreduce --sizes 64K:64M --algorithms mpi,native,node_window,auto --check
+        on_node "node_${mpi}_shared" $mpi allreduce --sizes 64K:64M --algorithms mpi,native,node_window,auto \
+            --memory shared --check
+    done
+}
+
+part_small() {
+    local mpi
+    for mpi in mpich openmpi; do
+        on_node "small_$mpi" $mpi allreduce --sizes 8:32K --algorithms mpi,native,auto --iterations 1000 --warmup 50
+    done
+}
+
+part_hosts() {
+    local hosts
+    for hosts in 2 3 4; do
+        bash "$here/cluster.sh" up "$hosts" 1gbit
+        on_hosts "hosts$hosts" "$hosts" allreduce --sizes 64K,256K,1M,4M,16M,64M --codecs raw,int8:256 \
+            --algorithms mpi,ring,two_step,auto --check
+        on_hosts "hosts${hosts}_bf16" "$hosts" allreduce --sizes 1M,4M,16M,64M --codecs raw,exp --dtype bfloat16 \
+            --algorithms ring,two_step,auto --check
+    done
+}
+
+part_levels() {
+    bash "$here/cluster.sh" up 2 1gbit
+    on_hosts levels 4 allreduce --sizes 1M,4M,16M,64M --codecs raw,int8:256 --algorithms mpi,ring,two_step,two_level,auto \
+        --check
+}
+
+part_settings() {
+    local flags
+    bash "$here/cluster.sh" up 2 1gbit
+    for flags in send send,put,inplace,need-ack,need-csum,hetero-rdma; do # ours, then Open MPI's default
+        OMPI_MCA_btl_tcp_flags=$flags on_hosts "settings_${flags%%,*}_${flags##*,}" 2 allreduce --sizes 1M,4M,16M,64M \
+            --algorithms mpi --iterations 15
+    done
+}
+
+part_codecs() {
+    local dtype
+    for dtype in float32 bfloat16; do
+        say "codecs_$dtype"
+        HPCLLM_MPI=openmpi bash "$root/jobscripts/local/mpirun.sh" 1 python -m hpcllm.perf codec --dtype $dtype \
+            --json "$results/codecs_$dtype.json"
+    done
+}
+
+part_summary() {
+    # shellcheck disable=SC2016 # expanded inside
+    HPCLLM_MPI=openmpi bash "$root/jobscripts/local/mpirun.sh" 1 bash -c 'cd "$0" &&
+        { python claims.py collectives && python -m hpcllm.perf plot --markdown collectives/*.json; } >collectives.md.tmp &&
+        mv collectives.md.tmp collectives.md' "$here"
+}
+
+cd "$root"
+mkdir -p "$results"
+if [ $# = 0 ]; then set -- node small hosts levels settings codecs; fi
+for part in "$@"; do
+    if ! declare -F "part_$part" >/dev/null; then
+        echo "'$part' should be one of: node small hosts levels settings codecs summary" >&2
+        exit 2
+    fi
+done
+trap 'if [ "$(id -u)" = 0 ]; then bash "$here/cluster.sh" down; fi' EXIT
+for part in "$@"; do "part_$part"; done
+part_summary

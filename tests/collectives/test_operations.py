@@ -1,0 +1,131 @@
+"""The front doors: kinds of arrays, what is refused and how, what is kept with a communicator."""
+
+from __future__ import annotations
+
+import laws
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+from hpcllm.codecs import find_codec
+from hpcllm.collectives import allgather, allreduce, alltoall, broadcast, group_of, reduce_scatter
+from hpcllm.collectives.group import make_group
+from hpcllm.waiting import Waits
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize("dtype", ["f4", "f2"])
+def test_numpy_arrays_are_summed_where_they_are(comm, dtype):
+    x = np.arange(12, dtype=dtype).reshape(3, 4)
+    for _ in range(3):  # from the second time on a short cut may be taken
+        x[:] = np.arange(12).reshape(3, 4)
+        assert allreduce(x, comm) is x
+        assert np.array_equal(x, comm.size * np.arange(12).reshape(3, 4))
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_every_operation_answers_in_the_caller_s_kind(comm):
+    for x in (np.ones((6, comm.size), "f4"), torch.ones(6, comm.size)):
+        for result in (
+            allreduce(x, comm), reduce_scatter(x, comm), allgather(x, comm), alltoall(x, comm), broadcast(x, comm)
+        ):  # fmt: skip
+            assert type(result) is type(x)
+            assert result.dtype == x.dtype
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_empty_and_single_values(comm):
+    assert allreduce(np.zeros((0, 3), "f4"), comm).shape == (0, 3)
+    assert float(allreduce(torch.tensor(1.0), comm)) == comm.size
+    assert allgather(np.array(comm.rank), comm).tolist() == list(range(comm.size))
+    assert reduce_scatter(np.zeros(0, "f4"), comm).shape == (0,)
+
+
+@pytest.mark.parallel([2])
+def test_an_array_that_autograd_follows_is_summed_in_place(comm):
+    x = torch.ones(5, requires_grad=True)
+    assert allreduce(x, comm) is x
+    assert x.tolist() == [2.0] * 5
+
+
+@pytest.mark.parallel([1, 2])
+def test_what_cannot_be_done_is_refused(comm):
+    with pytest.raises(ValueError, match=r"sums torch\.float32, torch\.bfloat16, torch\.float16, not torch\.float64"):
+        allreduce(torch.zeros(4, dtype=torch.float64), comm)
+    with pytest.raises(ValueError, match="not contiguous"):
+        allreduce(torch.zeros(8)[::2], comm)
+    with pytest.raises(ValueError, match="not C-contiguous"):
+        allreduce(np.zeros((4, 4), "f4").T, comm)
+    with pytest.raises(ValueError, match=r"valid: auto, .*ring.*native"):
+        allreduce(torch.zeros(4), comm, algorithm="rnig")
+    with pytest.raises(ValueError, match="unknown; valid: raw, bf16"):
+        allreduce(torch.zeros(4), comm, "int9")
+    with pytest.raises(ValueError, match="codec bf16 needs another"):
+        allreduce(torch.zeros(4), comm, "bf16", "native")
+    with pytest.raises(ValueError, match=r"codec bf16 is for torch\.float32, the values are torch\.float16"):
+        allreduce(torch.zeros(4, dtype=torch.float16), comm, find_codec("bf16", torch.float32))
+    with pytest.raises(ValueError, match="shape"):
+        allreduce(torch.zeros(4), comm, out=torch.zeros(2, 2))
+    with pytest.raises(ValueError, match=r"out has 4 values of torch\.float16"):
+        allreduce(torch.zeros(4), comm, out=torch.zeros(4, dtype=torch.float16))
+    with pytest.raises(ValueError, match="got list"):
+        allreduce([1.0, 2.0], comm)
+    assert allreduce(torch.ones(4), comm).tolist() == [comm.size] * 4  # nothing of that closed the communicator
+
+
+@pytest.mark.parallel([1, 2])
+def test_read_only_memory_is_read_but_not_written(comm):
+    x = np.ones(6, "f4")
+    x.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        allreduce(x, comm)
+    assert allreduce(x, comm, out=np.empty(6, "f4")).tolist() == [comm.size] * 6
+    assert len(allgather(x, comm)) == 6 * comm.size
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_messages_never_meet_the_caller_s(comm):
+    """A message of the caller's own that is on its way, with any tag, is no collective's."""
+    left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    mine = np.full(3, comm.rank)
+    requests = [comm.Isend(mine, right, tag) for tag in range(4)]
+    x = torch.full((100,), float(comm.rank))
+    allreduce(x, laws.limited(comm), algorithm="ring")
+    assert x[0] == sum(range(comm.size))
+    for tag in range(4):
+        got = np.empty_like(mine)
+        comm.Recv(got, left, tag)
+        assert got[0] == left
+    MPI.Request.Waitall(requests)
+
+
+@pytest.mark.parallel([1, 2, 3, 4, 5])
+def test_nodes_are_numbered_by_their_lowest_rank(comm):
+    """Nodes of uneven sizes, whose ranks alternate: ranks 0 3 | 1 | 2 4, sorted backwards inside a node."""
+    node_of = [0, 1, 2, 0, 2][comm.rank]
+    node = comm.Split(node_of, -comm.rank)
+    group = make_group(comm, node)
+    nodes = min(comm.size, 3)
+    assert group.nodes == nodes == len(group.node_sizes)
+    assert sum(group.node_sizes) == comm.size
+    numbers = group.node.allgather(group.peers.rank if group.node.rank < group.lanes else None)
+    assert {number for number in numbers if number is not None} == {node_of}
+    group.free()
+    node.Free()
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_a_freed_communicator_frees_what_was_kept_with_it(comm):
+    for _ in range(300):  # an MPI library has a few thousand communicators at most
+        own = comm.Dup()
+        allreduce(torch.ones(3), own)
+        own.Free()
+
+
+@pytest.mark.parallel([2])
+def test_a_limit_changes_no_bit(comm):
+    x = laws.values(comm.rank, 5000, torch.float32)
+    first = allreduce(x.clone(), comm)
+    group_of(comm).wire.waits = Waits(laws.LIMIT_S)
+    assert torch.equal(allreduce(x.clone(), comm), first)
