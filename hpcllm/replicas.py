@@ -40,9 +40,8 @@ def _difference(names: list[str], sums: NDArray[np.uint32], dp: MPI.Intracomm, s
     first = int(differs.argmax())
     ranks = dp.group.Translate_ranks(list(range(dp.size)), MPI.COMM_WORLD.group)
     odd = [ranks[replica] for replica in range(dp.size) if table[replica, first] != table[0, first]]
-    error = ReplicaError(
+    return ReplicaError(
         f"step {step}: replicas no longer hold the same parameters; {int(differs.sum())} of {len(names)} differ, first "
         f"{names[first]}: rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd[:5]))} against rank {ranks[0]}. "
         "Go on from an earlier checkpoint; if it comes back on the same node, its memory or its link is at fault"
     )
-    return error

@@ -9,9 +9,9 @@ from hpcllm.data.sampler import read_batch
 
 
 def forward_backward(parts: Parts, step: int, position: int) -> float:
-    """Leave the summed gradients of the global batch at `position` in the buckets; returns this rank's share of the loss.
+    """Leave the summed gradients of the batch at `position` in the buckets; returns this rank's part of the loss.
 
-    step: how many steps the run has made, which decides whether traffic is still exact. The share is in nats a token of
+    step: how many steps the run has made, which decides whether traffic is still exact. The part is in nats a token of
     the global batch and 0 on all but the last stage. Collective over the mesh. Raises StallError.
     """
     data, communication = parts.config.data, parts.config.communication

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 
 import torch
 
 from hpcllm.codecs.blocks import BlockCodec
 from hpcllm.codecs.cast import Cast
-from hpcllm.codecs.exponent import EXPONENT, TILE
+from hpcllm.codecs.exponent import EXPONENT
+from hpcllm.codecs.exponent_format import TILE
 from hpcllm.codecs.fp8 import FP8
 from hpcllm.codecs.mpc import MPC, TILE_BYTES
 from hpcllm.codecs.names import CodecName, parse_name
@@ -21,7 +22,7 @@ from hpcllm.codecs.zfp import Zfp
 
 VALUE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS: dict[str, Callable[[CodecName, torch.dtype], Codec]] = {
-    "raw": lambda name, dtype: Raw(dtype),
+    "raw": lambda _, dtype: Raw(dtype),
     "bf16": lambda name, dtype: Cast(str(name), dtype, torch.bfloat16),
     "fp16": lambda name, dtype: Cast(str(name), dtype, torch.float16),
     "fp8": lambda name, dtype: BlockCodec(str(name), dtype, name.parameter, FP8),
@@ -37,7 +38,7 @@ KINDS: dict[str, Callable[[CodecName, torch.dtype], Codec]] = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def find_codec(name: str, dtype: torch.dtype = torch.float32) -> Codec:
     """The codec of that name for arrays of that dtype. Raises ValueError with what would be valid."""
     if dtype not in VALUE_TYPES:

@@ -36,14 +36,14 @@ def decoder_memory() -> Any:
 @kernel
 def decode_tile(record: Bytes, body: Bytes, half: bool, words: Words, work: Any) -> bool:
     """One tile to `words`. False if escapes and record disagree: then nothing is written."""
-    planes, first, escapes, last = read_record(record)
+    n, (planes, first, escapes, last) = len(words), read_record(record)
     if planes == CONSTANT:
         words[:] = last
         return True
     if planes == RAW:
-        copy_bytes(body, words.view(np.uint8))
+        copy_bytes(body[: n * words.itemsize], words.view(np.uint8))
         return True
-    n, groups = len(words), (len(words) + 31) // 32 * 4
+    groups = (n + 31) // 32 * 4
     exponents, extras, codes, masks, nibbles, near = work
     at = groups * (planes + (3 if half else 0))
     low, at = at, at + n * (words.itemsize - 1)

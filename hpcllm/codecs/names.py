@@ -31,8 +31,9 @@ class CodecName:
         """Bits that a value takes on the wire, metadata included; for exp and mpc those of measured gradients."""
         if self.kind in ("int8", "int4"):
             return int(self.kind[3:]) + 32 / self.parameter
-        measured = {"exp": {16: 11.9, 32: 27.9}, "mpc": {16: 12.5, 32: 28.6}}
-        fixed = {"raw": value_bits, "bf16": 16, "fp16": 16, "fp8": 8 + 32 / (self.parameter or 1), "zfp": self.parameter}
+        measured = {"exp": {16: 11.4, 32: 27.4}, "mpc": {16: 12.5, 32: 29.1}}
+        scaled = 8 + 32 / max(1, self.parameter)
+        fixed = {"raw": value_bits, "bf16": 16, "fp16": 16, "fp8": scaled, "zfp": self.parameter}
         return fixed[self.kind] if self.kind in fixed else measured[self.kind][value_bits]
 
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
 
 class Codec(Protocol):
-    """All tensors are contiguous and on the CPU: values at a multiple of their size in memory, bytes at a multiple of 4.
+    """All tensors are contiguous and on the CPU, values at a multiple of their size in memory, bytes at one of 4.
 
     Kernels run in one pass and release the GIL.
     """
@@ -37,7 +38,7 @@ class Codec(Protocol):
 
     @property
     def block(self) -> int:
-        """Values coded together: whoever cuts an array cuts at multiples of it, and then the bits do not depend on it."""
+        """Values coded together: whoever cuts an array at multiples of it gets the same bytes however he cuts."""
         ...
 
     def encoded_bytes(self, n: int) -> int:
@@ -56,14 +57,14 @@ class Codec(Protocol):
         ...
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """(used_bytes,) uint8 -> out (n,) of dtype or float32. Raises CodecError, having written nothing outside out."""
+        """(used_bytes,) uint8 -> out (n,) of dtype or float32. Raises CodecError; never writes outside out."""
         ...
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """out (n,) float32 += the decoded values, in fp32. Raises CodecError."""
         ...
 
-    def bound(self, values: NDArray) -> NDArray:
+    def bound(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """(n,) float64 -> (n,) float64: the most that |decoded - value| can be, for each finite value.
 
         Infinite where a finite value may come back as no number, because a value near it is none.

@@ -20,7 +20,7 @@ class Packed:
     def __init__(self, wire: Wire, codec: Codec, lengths: Iterable[int]) -> None:
         """lengths: values of all pieces that will ever be in it."""
         self.codec = codec
-        self.memory = wire.scratch("packed", sum(padded(codec.encoded_bytes(n)) for n in lengths))
+        self.memory = wire.scratch("packed", _room_bytes(codec, lengths))
         self.ends = [0]
         self.used: list[int] = []
 
@@ -40,7 +40,7 @@ class Packed:
     def room(self, lengths: Iterable[int]) -> torch.Tensor:
         """Where pieces of these lengths can be received."""
         end = self.ends[-1]
-        return self.memory[end : end + sum(padded(self.codec.encoded_bytes(n)) for n in lengths)]
+        return self.memory[end : end + _room_bytes(self.codec, lengths)]
 
     def received(self, lengths: Iterable[int]) -> None:
         """Pieces of these lengths have come in the room. Raises CodecError."""
@@ -54,3 +54,8 @@ class Packed:
     def _append(self, used_bytes: int) -> None:
         self.used.append(used_bytes)
         self.ends.append(self.ends[-1] + padded(used_bytes))
+
+
+def _room_bytes(codec: Codec, lengths: Iterable[int]) -> int:
+    """What pieces take at most; an empty one is no message, whatever its code's header would be."""
+    return sum(padded(codec.encoded_bytes(n)) for n in lengths if n)

@@ -13,8 +13,7 @@ all lanes at once. Places beyond the smallest node's talk to no other node.
 
 Same bits everywhere: peers end with the same decoded bytes (two_step), and the node copies them. A 16-bit x is rounded
 once more than in two_step, at the node's sum.
-Source: the hierarchical allreduce of Thakur, Rabenseifner and Gropp's successors: Bayatpour et al. 2017, "Scalable
-reduction collectives with data partitioning-based multi-leader design".
+Source: Bayatpour et al. 2017, "Scalable reduction collectives with data partitioning-based multi-leader design".
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from hpcllm.collectives.group import Group, group_of
+from hpcllm.collectives.wire import ALIGNMENT_BYTES
 from hpcllm.errors import HpcllmError, UserError
 from hpcllm.together import raise_together
 
@@ -85,9 +86,9 @@ def allocate_window(size_bytes: int, group: Group) -> Window:
     size_bytes = max(-(-size_bytes // PAGE_BYTES), 1) * PAGE_BYTES
     raise_together(group.comm, _shortage(size_bytes, group))
     info = MPI.Info.Create({"alloc_shared_noncontig": "true"})  # each part starts on a page of its own
-    handle = MPI.Win.Allocate_shared(size_bytes, 1, info, group.node)
+    handle = MPI.Win.Allocate_shared(size_bytes + ALIGNMENT_BYTES, 1, info, group.node)
     info.Free()
-    parts = [_part(handle, rank) for rank in range(group.node.size)]
+    parts = [_part(handle, rank, size_bytes) for rank in range(group.node.size)]
     try:
         raise_together(group.comm, _zero(parts[group.node.rank], group))
     except HpcllmError:
@@ -109,9 +110,11 @@ def _number(node: MPI.Intracomm) -> int:
     return int(number[0])
 
 
-def _part(handle: MPI.Win, rank: int) -> NDArray[np.uint8]:
+def _part(handle: MPI.Win, rank: int, size_bytes: int) -> NDArray[np.uint8]:
+    """The window of a rank that is alone is memory of no special alignment."""
     memory: Any = handle.Shared_query(rank)[0]
-    return np.frombuffer(memory, dtype=np.uint8)
+    part = np.frombuffer(memory, dtype=np.uint8)
+    return part[-part.ctypes.data % ALIGNMENT_BYTES :][:size_bytes]
 
 
 def _shortage(size_bytes: int, group: Group) -> UserError | None:

@@ -69,7 +69,7 @@ def test_counts_are_held_against_the_planes(dtype):
     values = gradient(dtype)[:n].clone()
     values[::50] *= 2.0**14 if dtype == torch.float16 else 2.0**40
     data = codec.encode(values, torch.empty(codec.encoded_bytes(n), dtype=torch.uint8)).clone()
-    counts = data[16:24].numpy().view("<u2")
+    counts = data[16:24].numpy().view("<i2")  # mode and window, escapes, far bytes, 0
     assert counts[1] > counts[2]
     for place in (1, 2):
         for change in (-1, 1):
@@ -78,3 +78,11 @@ def test_counts_are_held_against_the_planes(dtype):
                 codec.decode(data, torch.empty(n, dtype=dtype))
             counts[place] -= change
     codec.decode(data, torch.empty(n, dtype=dtype))
+
+
+def test_what_fills_a_short_tile_is_no_escape():
+    """It is copies of the first value, here one that needs a far byte."""
+    codec, values = find_codec("exp", torch.bfloat16), gradient(torch.bfloat16)[:1000].clone()
+    values[0] = 2.0**100
+    data = codec.encode(values, torch.empty(codec.encoded_bytes(1000), dtype=torch.uint8))
+    assert data[20:24].tolist() == [1, 0, 0, 0]

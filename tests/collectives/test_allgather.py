@@ -9,6 +9,8 @@ import torch
 
 from hpcllm.collectives import allgather, bruck, chunk_range, ring
 from hpcllm.collectives.operations import ALGORITHMS
+from hpcllm.collectives.packed import Packed
+from hpcllm.collectives.wire import Wire
 
 CASES = [(name, codec, dtype) for name in ("ring", "bruck") for codec, dtype in laws.PAIRS]
 CASES += [("native", "raw", dtype) for dtype in laws.DTYPES]
@@ -45,6 +47,16 @@ def test_values_of_any_kind_and_shape(comm, algorithm, dtype):
     result = allgather(part, laws.limited(comm), algorithm=algorithm)
     want = torch.cat([(torch.arange(30).view(5, 2, 3) % 7 * (rank + 1)).to(dtype) for rank in range(comm.size)])
     assert torch.equal(result, want)
+
+
+def test_pieces_of_any_length_start_at_cache_lines():
+    codec, lengths = laws.codec_for("bf16", torch.float32), [5, 0, 33, 1]
+    packed = Packed(Wire(), codec, lengths)
+    for n in lengths:
+        packed.add(torch.ones(n), 0)
+    for place, n in enumerate(lengths):
+        assert packed.piece(place).data_ptr() % 64 == 0
+        assert packed.piece(place).tolist() == codec.encode(torch.ones(n), torch.empty(100, dtype=torch.uint8)).tolist()
 
 
 @pytest.mark.parallel([2])

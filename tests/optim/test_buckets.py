@@ -128,7 +128,7 @@ def test_coded_sums_are_near_equal_on_every_replica_and_exact_where_told(comm, c
     exact_names, runs = "norm,bias,embedding", []
     lossless = not codec.endswith("+ef") and find_codec(codec).lossless
     with open_mesh(comm, MeshConfig()) as mesh:
-        for repeat in range(2):
+        for _ in range(2):
             model = decoder()
             buckets = buckets_of(model, mesh, 4096, "auto", codec, exact_names)
             for step, exact in [(0, True), (1, False)]:
