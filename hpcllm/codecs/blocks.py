@@ -18,12 +18,8 @@ encoder writes (-128 of int8), a scale that is infinite or below zero, stand for
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -31,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from hpcllm.codecs.kernels import array_of, bits_of, float_of, kernel, widened
+from hpcllm.codecs.threads import share_out
 from hpcllm.errors import CodecError
 
 Doubles = NDArray[np.float64]
@@ -128,18 +125,12 @@ class BlockCodec:
 
     def _share_out(self, job: Callable[[int, int, slice, slice], None], n: int) -> None:
         """Run job(start, end, codes, blocks) over parts of n values that begin with a block, one for each thread."""
-        blocks = _ceil_div(n, self.block)
-        parts = max(1, min(torch.get_num_threads(), n // VALUES_A_THREAD))
-        cuts = [blocks * part // parts for part in range(parts + 1)]
 
         def run(first: int, last: int) -> None:
             start, end = first * self.block, min(last * self.block, n)
             job(start, end, slice(self._code_bytes(start), self._code_bytes(end)), slice(first, last))
 
-        others = [_threads().submit(run, first, last) for first, last in pairwise(cuts[1:])]
-        run(cuts[0], cuts[1])
-        for other in others:
-            other.result()
+        share_out(run, _ceil_div(n, self.block), VALUES_A_THREAD // self.block)
 
 
 def steps_of(largest_code: float) -> np.float32:
@@ -156,12 +147,6 @@ def block_scale(values: Values, steps: np.float32) -> np.float32:
         return np.float32(np.nan)
     scale: np.float32 = max(np.float32(float_of(peak) / steps), LEAST_SCALE)
     return scale
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    """Made when a first array is large enough. The threads run kernels only, never torch."""
-    return ThreadPoolExecutor(os.cpu_count(), "codecs")
 
 
 def _zero_gaps(data: NDArray[np.uint8], codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> None:

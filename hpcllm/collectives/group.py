@@ -96,13 +96,14 @@ def make_group(comm: MPI.Intracomm, node: MPI.Intracomm | None = None) -> Group:
     """
     own = MPI.Intracomm(comm.Dup())
     node = MPI.Intracomm(node.Dup() if node else own.Split_type(MPI.COMM_TYPE_SHARED, own.rank))
-    leaders = np.zeros(own.size, dtype=np.int64)
-    leaders[own.rank] = node.size if node.rank == 0 else 0
-    own.Allreduce(MPI.IN_PLACE, leaders)
-    number = np.array([np.count_nonzero(leaders[: own.rank])])
-    node.Bcast(number)  # its lowest rank's: every rank of a node sorts by it, whatever ranks sit beside it
-    peers = MPI.Intracomm(own.Split(node.rank, int(number[0])))
-    return Group(own, node, peers, tuple(leaders[leaders > 0].tolist()))
+    lowest = np.array([own.rank])
+    node.Allreduce(MPI.IN_PLACE, lowest, MPI.MIN)
+    sizes = np.zeros(own.size, dtype=np.int64)  # of the node whose lowest rank it is
+    sizes[own.rank] = node.size if own.rank == lowest[0] else 0
+    own.Allreduce(MPI.IN_PLACE, sizes)
+    number = np.count_nonzero(sizes[: lowest[0]])
+    peers = MPI.Intracomm(own.Split(node.rank, int(number)))
+    return Group(own, node, peers, tuple(sizes[sizes > 0].tolist()))
 
 
 def group_of(comm: MPI.Intracomm | Group) -> Group:

@@ -22,7 +22,6 @@ from hpcllm.codecs import Codec, find_codec
 from hpcllm.collectives import group_of, operations, select
 from hpcllm.collectives.choice import candidates
 from hpcllm.collectives.group import Group
-from hpcllm.collectives.rates import Shape
 from hpcllm.collectives.tuning import load_tuning
 from hpcllm.errors import ConfigError
 from hpcllm.perf.arguments import VALUE_BYTES, Options
@@ -135,7 +134,6 @@ def find_ways(operation: str, options: Options, group: Group) -> list[Way]:
 
 def _asked_ways(operation: str, options: Options, group: Group) -> list[Way]:
     """By default the library's and all between which `auto` chooses."""
-    shape = Shape(group.size, group.nodes, group.lanes)
     valid = list(dict.fromkeys([*FIRST, *operations.ALGORITHMS[operation]]))
     unknown = [name for name in options.algorithms if name not in (*valid, "all")]
     if unknown:
@@ -144,7 +142,7 @@ def _asked_ways(operation: str, options: Options, group: Group) -> list[Way]:
     for codec in options.codecs:
         names: Sequence[str] = valid if "all" in options.algorithms else options.algorithms
         if not names:
-            good = candidates(operation, codec, options.dtype, shape)
+            good = candidates(operation, codec, options.dtype, select.shape_of(group))
             names = [name for name in valid if name in FIRST or name in good]
         ways += [Way(name, find_codec(codec, VALUE_TYPES[options.dtype])) for name in names]
     return sorted(ways, key=lambda way: valid.index(way.algorithm))

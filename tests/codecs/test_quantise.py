@@ -119,7 +119,7 @@ def test_threads_do_not_change_a_bit(name, dtype, monkeypatch):
     alone = encoded(codec, values, index=12345)
     back = there_and_back(codec, values, index=12345)
     threads = torch.get_num_threads()
-    monkeypatch.setattr(blocks, "VALUES_A_THREAD", 1000)
+    monkeypatch.setattr(blocks, "VALUES_A_THREAD", codec.block)
     torch.set_num_threads(3)
     try:
         assert torch.equal(encoded(codec, values, index=12345), alone)

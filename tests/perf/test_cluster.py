@@ -1,4 +1,4 @@
-"""perf/cluster.sh: ranks of a host share memory, ranks of two do not; links are as slow as asked; nothing stays behind."""
+"""perf/cluster.sh: ranks of one host share memory, of two do not; links are as slow as asked; nothing stays behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -71,11 +72,11 @@ def processes() -> int:
     return sum(len(found.stdout.split()) for found in lists)
 
 
-def until(what, limit_s: float = 60.0) -> bool:
+def until(what: Callable[[], bool], limit_s: float = 60.0) -> bool:
     deadline = time.monotonic() + limit_s
     while not what() and time.monotonic() < deadline:
         time.sleep(0.05)
-    return bool(what())
+    return what()
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,8 @@ SAVE = "json.dump(record, open({!r} + f'/{{MPI.COMM_WORLD.rank}}.json', 'w'))\n"
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 5])
-def test_a_host_is_a_node_and_ranks_fill_one_after_the_other(hosts, tmp_path, ranks):
+@pytest.mark.usefixtures("hosts")
+def test_a_host_is_a_node_and_ranks_fill_one_after_the_other(tmp_path, ranks):
     code = """
 node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
 record = {"ranks": MPI.COMM_WORLD.size, "host": socket.gethostname(), "node": node.allgather(MPI.COMM_WORLD.rank)}
@@ -112,35 +114,36 @@ record = {"ranks": MPI.COMM_WORLD.size, "host": socket.gethostname(), "node": no
         assert record == {"ranks": ranks, "host": f"h{rank // each + 1}", "node": beside}
 
 
-def test_a_link_is_as_slow_as_asked_in_each_direction(hosts, tmp_path):
+@pytest.mark.usefixtures("hosts")
+def test_a_link_is_as_slow_as_asked_out_of_a_host_and_into_one(tmp_path):
+    """h1 sends to all others at once, then all others to h1: the same bytes over its link."""
     size_bytes = 8 << 20
     code = f"""
-world, data, record = MPI.COMM_WORLD, bytearray({size_bytes}), []
-for sender in (0, {HOSTS - 1}):
-    peer, seconds = {HOSTS - 1} - sender, []
-    for _ in range(3):
-        world.Barrier()
-        start = time.perf_counter()
-        if world.rank == sender: world.Send(data, peer)
-        elif world.rank == peer: world.Recv(data, sender)
-        world.Barrier()
-        seconds.append(time.perf_counter() - start)
-    record.append(min(seconds))
+world, part, record = MPI.COMM_WORLD, bytearray({size_bytes // (HOSTS - 1)}), []
+for call in (world.Isend, world.Irecv, world.Isend, world.Irecv):
+    back = world.Irecv if call == world.Isend else world.Isend
+    world.Barrier()
+    start = time.perf_counter()
+    MPI.Request.Waitall([call(part, peer) for peer in range(1, world.size)] if world.rank == 0 else [back(part, 0)])
+    world.Barrier()
+    record.append(time.perf_counter() - start)
 """
     least_s = 8 * size_bytes / RATE_BIT_S
     for seconds in records(code, HOSTS, tmp_path)[0]:
-        assert 0.95 * least_s < seconds < 3 * least_s  # 0.95: what may pass at once
+        assert 0.95 * least_s < seconds < 4 * least_s  # 0.95: what may pass at once
 
 
-def test_output_words_and_exit_code_pass_unchanged(hosts):
+@pytest.mark.usefixtures("hosts")
+def test_output_words_and_exit_code_pass_unchanged():
     words = ["two words", "", "$HOME", "'\"*", "a;b"]
     done = cluster("run", "-n", "1", "python", "-c", "import sys; print(sys.argv[1:]); sys.exit(7)", *words)
     assert done.stdout == f"{words}\n"
     assert done.returncode == 7
 
 
-def started(tmp_path: Path, after: str) -> subprocess.Popen[str]:
-    """A run on every host whose ranks are known to be up."""
+@contextmanager
+def started(tmp_path: Path, after: str) -> Iterator[subprocess.Popen]:
+    """A run on every host whose ranks are known to be up; after: what a rank does at SIGUSR1."""
     program = tmp_path / "program.py"
     program.write_text(
         "import pathlib, signal, socket, sys, time\n"
@@ -148,34 +151,43 @@ def started(tmp_path: Path, after: str) -> subprocess.Popen[str]:
         f"pathlib.Path({str(tmp_path)!r}, socket.gethostname()).touch()\n"
         "time.sleep(100)\n"
     )
-    run = subprocess.Popen(command("run", "python", str(program)), env=environment(), text=True, stderr=subprocess.PIPE)
-    assert until(lambda: all((tmp_path / f"h{host}").exists() for host in range(1, HOSTS + 1)))
-    return run
+    words, none = command("run", "python", str(program)), subprocess.DEVNULL
+    with subprocess.Popen(words, env=environment(), stdout=none, stderr=none) as run:
+        try:
+            assert until(lambda: all((tmp_path / f"h{host}").exists() for host in range(1, HOSTS + 1)))
+            yield run
+        finally:
+            run.kill()
 
 
-def test_a_signal_reaches_every_rank_as_sigusr1(hosts, tmp_path):
-    run = started(tmp_path, f"pathlib.Path({str(tmp_path)!r}, socket.gethostname() + ' heard').touch() or sys.exit(0)")
-    run.send_signal(signal.SIGTERM)
-    assert run.wait(60) == 0
+@pytest.mark.usefixtures("hosts")
+def test_a_signal_reaches_every_rank_as_sigusr1(tmp_path):
+    after = f"pathlib.Path({str(tmp_path)!r}, socket.gethostname() + ' heard').touch() or sys.exit(0)"
+    with started(tmp_path, after) as run:
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(60) == 0
     assert len(list(tmp_path.glob("h? heard"))) == HOSTS
 
 
-def test_a_killed_run_leaves_no_process(hosts, tmp_path):
-    run = started(tmp_path, "None")
-    assert processes() > HOSTS
-    run.kill()
-    assert until(lambda: processes() == 0, 20)
+@pytest.mark.usefixtures("hosts")
+def test_a_killed_run_leaves_no_process(tmp_path):
+    with started(tmp_path, "None") as run:
+        assert processes() > HOSTS
+        run.kill()
+        assert until(lambda: processes() == 0, 20)
 
 
-def test_down_ends_what_runs(hosts, tmp_path):
-    run = started(tmp_path, "None")
-    assert cluster("down").returncode == 0
-    assert run.wait(60) != 0
+@pytest.mark.usefixtures("hosts")
+def test_down_ends_what_runs(tmp_path):
+    with started(tmp_path, "None") as run:
+        assert cluster("down").returncode == 0
+        assert run.wait(60) != 0
     assert remains() == []
     assert cluster("up", str(HOSTS), "200mbit").returncode == 0
 
 
-def test_up_replaces_what_is_there_even_half_made(hosts):
+@pytest.mark.usefixtures("hosts")
+def test_up_replaces_what_is_there_even_half_made():
     subprocess.run(["ip", "netns", "delete", f"{NAME}-h2"], check=True)
     assert cluster("up", str(HOSTS), "200mbit").returncode == 0
     subprocess.run(["ip", "netns", "delete", f"{NAME}-switch"], check=True)
@@ -201,7 +213,8 @@ def test_up_replaces_what_is_there_even_half_made(hosts):
         (["run"], "the command is missing"),
     ],
 )
-def test_a_mistake_is_named_before_any_work(hosts, words, named):
+@pytest.mark.usefixtures("hosts")
+def test_a_mistake_is_named_before_any_work(words, named):
     done = cluster(*words)
     assert done.returncode == 2
     assert named in done.stderr

@@ -11,9 +11,11 @@ import torch
 from hpcllm.codecs import find_codec
 from hpcllm.collectives import group_of, operations
 from hpcllm.collectives.group import make_group
+from hpcllm.collectives.window import find_window
 from hpcllm.errors import ConfigError
 from hpcllm.perf import codec, collective, p2p
 from hpcllm.perf.arguments import Options
+from hpcllm.perf.arrays import Arrays
 from hpcllm.perf.limits import bus_factor
 from hpcllm.perf.records import read_json
 from hpcllm.perf.values import pattern, unroll
@@ -198,11 +200,22 @@ def test_a_file_that_cannot_be_written_is_refused_on_all_ranks(comm, shared_path
 
 
 @pytest.mark.parallel([2, 3])
-def test_arrays_in_shared_memory_are_given_back(comm):
-    from hpcllm.collectives.window import windows_of
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_arrays_in_shared_memory_are_given_back(comm, operation):
+    arrays = Arrays(operation, 1000, torch.float32, group_of(comm), shared=True)
+    places = [(array.data_ptr(), array.nbytes) for array in (arrays.x, arrays.out)]
+    assert all(find_window(*place)[0] for place in places)
+    arrays.free()
+    assert not any(find_window(*place)[0] for place in places)
 
-    assert collective.run("allreduce", options(memory="shared", algorithms=("native", "ring")), comm, never) == 0
-    assert windows_of(group_of(comm)).windows == []
+
+@pytest.mark.parallel([2, 3])
+def test_arrays_in_shared_memory_are_measured(comm, shared_path):
+    path = shared_path / "records.json"
+    asked = options(memory="shared", algorithms=("native", "node_window"), json=path)
+    assert collective.run("allreduce", asked, comm, never) == 0
+    if comm.rank == 0:
+        assert {record.memory for record in read_json(path)} == {"shared"}
 
 
 @pytest.mark.parallel([1, 2, 3])
