@@ -18,7 +18,7 @@ if [ "$mode" = agent ]; then
 fi
 # shellcheck disable=SC2016 # expanded inside
 exec ip netns exec "$HPCLLM_CLUSTER-$host" unshare --uts --ipc --mount /bin/sh -euc '
-    true
+    hostname "$0"
     mount -t proc proc /proc
     mount -t tmpfs -o mode=1777 tmpfs /dev/shm
     exec "$@"' "$host" "$@"

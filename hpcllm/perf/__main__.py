@@ -23,7 +23,7 @@ COMMANDS = {  # name: (help, (module that runs it, module of its arguments, func
     "broadcast": ("time one rank's array on every rank", COLLECTIVE),
     "p2p": ("time messages between two ranks", ("hpcllm.perf.p2p", ARGUMENTS, "add_arguments")),
     "codec": ("time encode and decode in one process", ("hpcllm.perf.codec", ARGUMENTS, "add_codec_arguments")),
-    "step": ("time training steps", ("hpcllm.perf.step",) * 2 + ("add_arguments",)),
+    "step": ("time training steps", ("hpcllm.perf.step", ARGUMENTS, "add_step_arguments")),
     "tune": ("measure this allocation for `auto`", ("hpcllm.perf.tune",) * 2 + ("add_arguments",)),
     "plot": ("draw saved records, or print them as Markdown", ("", "hpcllm.perf.picture", "add_arguments")),
 }

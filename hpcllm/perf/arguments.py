@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpcllm.codecs.names import examples, parse_name
 from hpcllm.errors import ConfigError
+from hpcllm.policy import POLICIES
 
 UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -83,6 +84,19 @@ def add_collective_arguments(parser: argparse.ArgumentParser) -> None:
         "--check", action="store_true", help="compare every value with a float64 sum; exit code 1 if off"
     )
     parser.add_argument("--tuning", metavar="FILE", help="tuning.toml for the algorithm auto, from the command tune")
+
+
+def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN.toml", help="a run file, as for `hpcllm train`")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override a key, as for train"
+    )
+    parser.add_argument(
+        "--policies", default="none,hpcllm", metavar="LIST", help=f"with commas, of {', '.join(POLICIES)}"
+    )
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed steps of each policy (default: 10)")
+    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before them (default: 2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records as JSON")
 
 
 def _add_common(parser: argparse.ArgumentParser, sizes: str, codecs: str) -> None:

@@ -60,10 +60,13 @@ class Arrays:
         """A call without arguments. Raises ValueError if there is none, at the latest when it is called."""
         if algorithm == LIBRARY:
             return library_call(self.operation, self.x, self.out, codec, self.group.comm)
+        name = codec.name  # as users call it
+        if self.operation == "allreduce":
+            return lambda: operations.allreduce(self.x, self.group, name, algorithm)
         if self.operation == "broadcast":
-            return lambda: operations.broadcast(self.x, self.group, 0, codec, algorithm)
+            return lambda: operations.broadcast(self.x, self.group, 0, name, algorithm)
         door = getattr(operations, self.operation)
-        return lambda: door(self.x, self.group, codec, algorithm, self.out)
+        return lambda: door(self.x, self.group, name, algorithm, self.out)
 
     def arrive(self) -> None:
         """Return when the device has done what it was told."""

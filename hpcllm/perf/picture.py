@@ -51,16 +51,31 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 def _panel(panel: Any, records: Sequence[Record]) -> None:
     differing = [name for name in DISTINCT if len({getattr(record, name) for record in records}) > 1]
-    colours, markers = cycle(COLOURS), cycle(MARKERS)
+    colours, markers = _Given(COLOURS), _Given(MARKERS)
     for label, curve in _curves(records, differing).items():
-        colour = BASELINES.get(curve[0].algorithm) or next(colours)
+        way = (curve[0].algorithm, curve[0].codec)
+        colour = BASELINES.get(way[0]) or colours.of(way)
+        marker = markers.of([_fact(curve[0], name) for name in differing] if differing else way)
         x = [record.bytes for record in curve]
-        panel.plot(x, [r.algbw_gb_s for r in curve], color=colour, marker=next(markers), markersize=4, label=label)
+        panel.plot(x, [r.algbw_gb_s for r in curve], color=colour, marker=marker, markersize=4, label=label)
         panel.fill_between(x, *zip(*map(_band, curve), strict=True), color=colour, alpha=0.15, linewidth=0)
     dashes = cycle(DASHES)
     for label, points in _bounds(records).items():
         panel.plot(*zip(*points, strict=True), linestyle=next(dashes), color="0.35", linewidth=1, label=label)
     _frame(panel, records, differing)
+
+
+class _Given:
+    """The same style for the same thing, the next one for a new thing: a colour a way, a marker a library."""
+
+    def __init__(self, styles: Sequence[str]) -> None:
+        self._styles, self._given = cycle(styles), dict[str, str]()
+
+    def of(self, thing: object) -> str:
+        key = str(thing)
+        if key not in self._given:
+            self._given[key] = next(self._styles)
+        return self._given[key]
 
 
 def _band(record: Record) -> tuple[float, float]:

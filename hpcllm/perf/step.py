@@ -14,7 +14,6 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,23 +25,16 @@ from hpcllm.collectives import group_of
 from hpcllm.config import Config
 from hpcllm.errors import ConfigError
 from hpcllm.metrics import KINDS, TRAFFIC, Traffic
+from hpcllm.perf.records import check_writable
 from hpcllm.policy import POLICIES
 from hpcllm.step import forward_backward
 from hpcllm.together import on_root
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN.toml", help="a run file, as for `hpcllm train`")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
-    parser.add_argument("--policies", default="none,hpcllm", help=f"with commas, of {', '.join(POLICIES)}")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of each policy (default: 10)")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them (default: 2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records as JSON")
-
-
 def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
     """Measure and print. Collective over comm. Raises UserError."""
-    policies = on_root(comm, lambda: _policies(arguments))
+    policies = _policies(arguments)
+    on_root(comm, lambda: check_writable(arguments.json))
     tables = on_root(comm, lambda: configs.to_tables(configs.load(arguments.run, arguments.overrides)))
     records = measure(configs.from_tables(tables), policies, arguments.steps, arguments.warmup, comm)
     if comm.rank == 0:

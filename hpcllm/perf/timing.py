@@ -31,7 +31,7 @@ LIMIT_S = 600.0
 @dataclass(frozen=True)
 class Case:
     prepare: Callable[[], None]  # not timed: brings fresh data
-    run: Callable[[], None]
+    run: Callable[[], object]
 
 
 @dataclass(frozen=True)

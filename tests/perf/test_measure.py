@@ -276,16 +276,21 @@ def test_codecs_are_measured_beside_a_copy(comm, shared_path):
 
 
 @pytest.mark.parametrize("n", [1, 255, 256, 100_003])
-@pytest.mark.parametrize("threads", [1, 2, 7])
-def test_parts_of_a_codec_s_threads_are_the_whole(n, threads):
-    values = torch.empty(n)
+@pytest.mark.parametrize("name", ["bf16", "int8:256"])
+def test_bytes_and_errors_of_a_codec_are_those_of_its_encoding(n, name):
+    values, decoded, found = torch.empty(n), torch.zeros(n), find_codec(name, torch.float32)
     unroll(pattern(0, torch.float32), 0, values)
-    decoded = torch.zeros(n)
-    jobs = codec.coding(values, decoded, find_codec("bf16", torch.float32), threads)
-    assert [job.threads for job in jobs] == [threads, threads]
-    assert jobs[0].encoded_bytes == 2 * n
-    assert jobs[0].rel_error < 4e-3
-    assert torch.equal(decoded, values.bfloat16().float())
+    memcpy, encode, decode = codec.make_jobs(values, decoded, [find_codec("raw", torch.float32), found])
+    assert memcpy.moved_bytes == 2 * values.nbytes
+    for job in (encode, decode):
+        assert job.encoded_bytes == found.encoded_bytes(n)
+        assert job.moved_bytes == values.nbytes + job.encoded_bytes
+    decoded.zero_()
+    encode.run()
+    decode.run()
+    assert float((decoded - values).norm() / values.norm()) == pytest.approx(decode.rel_error, rel=1e-3, abs=1e-9)
+    memcpy.run()
+    assert torch.equal(decoded, values)
 
 
 @pytest.mark.parallel([2])
