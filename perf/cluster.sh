@@ -118,7 +118,7 @@ cluster_environment() { # of what is on PATH if it is one environment that will 
     hpcllm_setup
 }
 
-cluster_mpi_settings() { # what perf/cluster.md found best for the library's own collectives, too
+cluster_mpi_settings() { # good for the library's own collectives, too: see the settings in collectives.md
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
     export PRTE_MCA_plm_ssh_agent="/bin/sh $state/enter agent" PRTE_MCA_prte_tmpdir_base=/dev/shm
     export OMPI_MCA_pml=${OMPI_MCA_pml:-ob1} OMPI_MCA_btl=${OMPI_MCA_btl:-self,sm,tcp} OMPI_MCA_btl_tcp_if_include=eth0

@@ -35,8 +35,8 @@ RUN_FILE = ROOT / "jobscripts" / "local" / "tiny.toml"
 CLUSTER = ["bash", str(HERE / "cluster.sh")]
 WARM_UP_STEPS = 5
 SIZES = {  # name -> (tokens a rank and step, what the model has other than the run file)
-    "tiny": (32, {}),
-    "30m": (32, {"model.layers": 8, "model.hidden": 512, "model.heads": 8, "model.ffn": 1408}),
+    "tiny": (8, {}),
+    "30m": (64, {"model.layers": 8, "model.hidden": 512, "model.heads": 8, "model.ffn": 1408}),
 }
 ALONE, BASELINE = "one rank alone", "ours, policy none"
 DDP = {ALONE: "", "DDP, fp32": "fp32", "DDP, fp16 hook": "fp16"}

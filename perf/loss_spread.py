@@ -161,7 +161,7 @@ def verdict(layout: str, policy: str, steps: int, seeds: int, records: list[Reco
 
 
 def table(steps: int, seeds: int) -> str:
-    titles = ["layout", "policy", "codec", "bytes saved, x", "mean loss", "by seed", "difference", "spread", "verdict"]
+    titles = ["layout", "policy", "codec", "ratio", "mean loss", "by seed", "difference", "spread", "verdict"]
     rows = [verdict(layout, policy, steps, seeds, saved()) for layout in LAYOUTS for policy in POLICIES]
     return "\n".join(f"| {' | '.join(row)} |" for row in [titles, ["---"] * len(titles), *rows])
 
@@ -184,7 +184,7 @@ def main() -> None:
         parser.error("--seeds should be 2 or more, for a spread, and --steps 1 or more")
     campaign(prepared(arguments.store), arguments.steps, arguments.seeds)
     head = (
-        f"Made by loss_spread.py: held-out loss (nats a token) of `tiny` after {arguments.steps} steps of 1024 tokens. "
+        f"Made by loss_spread.py: held-out loss (nats a token) of `tiny` after {arguments.steps} steps of 512 tokens. "
         "Difference: mean over the seeds of (loss - loss of none with the same seed). Spread: standard deviation over "
         "the seeds of the loss of none. Inside: |difference| <= spread."
     )
