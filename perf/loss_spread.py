@@ -121,8 +121,8 @@ def save(records: list[Record]) -> None:
 
 
 def campaign(store: str, steps: int, seeds: int) -> None:
-    """Seed by seed, so that an interrupted campaign has whole sets."""
-    wanted = [(s, layout, policy) for s in range(seeds) for layout in LAYOUTS for policy in distinct(layout)]
+    """Layout by layout, seed by seed, so that an interrupted campaign has whole sets."""
+    wanted = [(s, layout, policy) for layout in LAYOUTS for s in range(seeds) for policy in distinct(layout)]
     for number, (seed, layout, policy) in enumerate(wanted, start=1):
         keys, records = settings(layout, policy, seed, steps), saved()
         if find(records, keys):
