@@ -29,9 +29,11 @@ run_group() { # GROUP: pytest's exit code; rank 0 speaks, the others only where 
         limited python -m pytest -q --color=no -m "not parallel" "$@"
         return
     fi
+    # A temporary folder for each rank's pytest, for they would clear away one another's.
     # shellcheck disable=SC2016 # expanded on each rank
-    quiet='[ "${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-${PMIX_RANK:-0}}}" = 0 ] || exec >/dev/null; exec "$@"'
-    limited bash jobscripts/local/mpirun.sh "$group" bash -c "$quiet" rank \
+    quiet='rank=${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-${PMIX_RANK:-0}}}; export PYTEST_DEBUG_TEMPROOT=$0/$rank
+        mkdir -p "$0/$rank"; [ "$rank" = 0 ] || exec >/dev/null; exec "$@"'
+    limited bash jobscripts/local/mpirun.sh "$group" bash -c "$quiet" "$logs" \
         python -m pytest -q --color=no -p ranks -m "parallel and parallel[$group]" "$@"
 }
 
