@@ -72,10 +72,15 @@ def to_json(records: Sequence[Record]) -> str:
 
 
 def write_json(path: Path, records: Sequence[Record]) -> None:
-    """Beside, then renamed: whoever reads sees a whole file."""
+    """Raises OSError."""
+    write_whole(path, to_json(records))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Beside, then renamed: whoever reads sees a whole file. Raises OSError."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(to_json(records), encoding="utf-8")
+        beside.write_text(text, encoding="utf-8")
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)

@@ -25,7 +25,7 @@ from hpcllm.collectives import group_of
 from hpcllm.config import Config
 from hpcllm.errors import ConfigError
 from hpcllm.metrics import KINDS, TRAFFIC, Traffic
-from hpcllm.perf.records import check_writable
+from hpcllm.perf.records import check_writable, write_whole
 from hpcllm.policy import POLICIES
 from hpcllm.step import forward_backward
 from hpcllm.together import on_root
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
     if comm.rank == 0:
         print("\n".join(_table(records)))
         if arguments.json:
-            arguments.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+            write_whole(arguments.json, json.dumps(records, indent=1) + "\n")
     return 0
 
 

@@ -24,6 +24,7 @@ from hpcllm.collectives.cost import COSTS
 from hpcllm.collectives.tuning import Tuning, to_text
 from hpcllm.errors import ConfigError, HpcllmError
 from hpcllm.perf.arguments import parse_sizes
+from hpcllm.perf.records import write_whole
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -242,12 +243,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Beside, then renamed: a job that reads it sees a whole file."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
+        write_whole(path, text)
     except OSError as error:
         raise HpcllmError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        aside.unlink(missing_ok=True)
