@@ -38,6 +38,13 @@ class Listed(Worker):
         self.jobs.append(job)
 
 
+@pytest.fixture
+def alone():
+    """The mesh of one rank. The gradients lie in its shared memory: nobody may touch them once it is closed."""
+    with open_mesh(MPI.COMM_SELF, MeshConfig()) as mesh:
+        yield mesh
+
+
 def decoder():
     return build(MODEL, split_layers(MODEL, 1)[0], seed=3)
 
@@ -150,10 +157,9 @@ def test_coded_sums_are_near_equal_on_every_replica_and_exact_where_told(comm, c
 
 @pytest.mark.parametrize("bucket_bytes", SIZES_BYTES)
 @pytest.mark.parametrize("exact", EXACT)
-def test_every_parameter_is_in_one_bucket_of_its_kind_and_its_gradient_is_a_view(bucket_bytes, exact):
-    with open_mesh(MPI.COMM_SELF, MeshConfig()) as mesh:
-        model = decoder()
-        buckets = buckets_of(model, mesh, bucket_bytes, codec="int8:256", exact=exact).buckets
+def test_every_parameter_is_in_one_bucket_of_its_kind_and_its_gradient_is_a_view(alone, bucket_bytes, exact):
+    model = decoder()
+    buckets = buckets_of(model, alone, bucket_bytes, codec="int8:256", exact=exact).buckets
     parameters = dict(model.named_parameters())
     backward = list(reversed(parameters))
     assert sorted(name for bucket in buckets for name in bucket.names) == sorted(parameters)
@@ -184,24 +190,22 @@ def test_buckets_are_submitted_in_one_order_whatever_order_gradients_come_in(cha
     assert [job.args[0] for job in buckets.worker.jobs] == buckets.buckets
 
 
-def test_a_parameter_without_gradient_is_our_own_mistake():
-    with open_mesh(MPI.COMM_SELF, MeshConfig()) as mesh:
-        model = decoder()
-        buckets = buckets_of(model, mesh, 4096)
-        buckets.worker = Listed()
-        buckets.arm(0, exact=False)
-        model.hidden_states(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()  # the final norm is not used
-        with pytest.raises(AssertionError, match="no gradient"):
-            buckets.finish()
+def test_a_parameter_without_gradient_is_our_own_mistake(alone):
+    model = decoder()
+    buckets = buckets_of(model, alone, 4096)
+    buckets.worker = Listed()
+    buckets.arm(0, exact=False)
+    model.hidden_states(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()  # the final norm is not used
+    with pytest.raises(AssertionError, match="no gradient"):
+        buckets.finish()
 
 
 @pytest.mark.parametrize("bucket_bytes", SIZES_BYTES)
-def test_scaling_scales_every_gradient_and_the_norm_with_it(bucket_bytes):
-    with open_mesh(MPI.COMM_SELF, MeshConfig()) as mesh:
-        model = decoder()
-        buckets = buckets_of(model, mesh, bucket_bytes)
-        one_step(model, buckets, 0)
-        buckets.worker.close()
+def test_scaling_scales_every_gradient_and_the_norm_with_it(alone, bucket_bytes):
+    model = decoder()
+    buckets = buckets_of(model, alone, bucket_bytes)
+    one_step(model, buckets, 0)
+    buckets.worker.close()
     before, squares = {name: p.grad.clone() for name, p in model.named_parameters()}, buckets.squared_norm(True)
     assert squares == pytest.approx(sum(g.double().square().sum().item() for g in before.values()), rel=1e-5)
     buckets.scale(0.5)
