@@ -21,6 +21,7 @@ from mpi4py import MPI
 from hpcllm.errors import HpcllmError, UserError
 
 GATHER_LIMIT_S = 2.0  # for ranks that make the same mistake to find each other
+FORWARD_S = 0.2  # for the launcher to pass our last words on: an abort can overtake them
 
 
 def run_job(command: Callable[[MPI.Intracomm], int]) -> int:
@@ -62,6 +63,7 @@ def _abort(world: MPI.Intracomm, message: str, code: int) -> None:
     try:
         print(f"hpcllm: {here} ends the job: {message}", file=sys.stderr, flush=True)
         sys.stdout.flush()
+        time.sleep(FORWARD_S)
     finally:  # a closed pipe or a full disk must not leave the other ranks waiting
         world.Abort(code)
 
