@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcllm.codecs.kernels import kernel
-from hpcllm.collectives.node_kernels import COLLECTED, FILLED, REDUCED, awaited, copy, post, sum_rows
+from hpcllm.collectives.node_kernels import COLLECTED, FILLED, REDUCED, awaited, copy, hand, post, sum_rows
 
 SLOTS = 3  # a rank may be one segment ahead and another one behind without waiting
 
@@ -27,7 +27,7 @@ EXCHANGE = np.dtype(
         *((name, np.int64) for name in ("flags", "rank", "ranks", "kind", "width")),
         *((name, np.int64) for name in ("x", "own", "result")),  # addresses: whole array, own chunk's input and output
         *((name, np.int64) for name in ("piece", "slot_bytes", "first", "segments")),  # values, bytes, number, count
-        *((name, np.int64) for name in ("reduces", "gathers")),
+        *((name, np.int64) for name in ("reduces", "gathers", "far")),
         *((name, np.int64) for name in ("filled", "reduced", "collected")),  # segments done so far
     ]
 )
@@ -58,7 +58,7 @@ def _fill(e: Any, rows: NDArray[np.uint64], cuts: NDArray[np.int64]) -> bool:
         for owner in range(e.ranks):
             if owner != e.rank:
                 start, n = _piece(e, cuts, owner, s)
-                copy(slot + owner * e.piece * e.width, e.x + start * e.width, n * e.width)
+                hand(slot + owner * e.piece * e.width, e.x + start * e.width, n * e.width, e.far)
     e.filled += 1
     post(e.flags, e.rank, FILLED, e.first + e.filled)
     return True
@@ -72,16 +72,14 @@ def _reduce(e: Any, rows: NDArray[np.uint64], cuts: NDArray[np.int64]) -> bool:
     start, n = _piece(e, cuts, e.rank, s)
     within, place = (start - cuts[e.rank]) * e.width, e.rank * e.piece * e.width
     if e.reduces:
-        sources, targets = np.empty(e.ranks, dtype=np.uint64), np.empty(1 + e.gathers, dtype=np.uint64)
+        sources, targets = np.empty(e.ranks, dtype=np.uint64), np.full(1, e.result + within, dtype=np.uint64)
         for rank in range(e.ranks):
             sources[rank] = e.own + within if rank == e.rank else _slot(e, rows, rank, s) + place
-        targets[-1] = _slot(e, rows, e.rank, s) + place
-        targets[0] = e.result + within
         sum_rows(e.kind, sources, targets, 0, n)
-    else:
-        copy(_slot(e, rows, e.rank, s) + place, e.own + within, n * e.width)
-        if e.own != e.result:
-            copy(e.result + within, e.own + within, n * e.width)
+    elif e.own != e.result:
+        copy(e.result + within, e.own + within, n * e.width)
+    if e.gathers:
+        hand(_slot(e, rows, e.rank, s) + place, e.result + within, n * e.width, e.far)
     e.reduced += 1
     post(e.flags, e.rank, REDUCED, e.first + e.reduced)
     return True

@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 
 from hpcllm.codecs.kernels import kernel, narrowed, widened
 
+LINE = 64  # bytes, of a cache
 BLOCK = 2048  # fp32 values: 8 KiB, a quarter of a first-level cache
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT32, BFLOAT16 = 0, 1
 
 LINE_BYTES = 128  # of one rank: a cache line of counters, another of what it brought to this call and the last
-ENTERED, BETWEEN, LEFT, FILLED, REDUCED, COLLECTED = range(6)  # the counters; they only ever grow
+ENTERED, BETWEEN, LEFT, FILLED, REDUCED, COLLECTED, RELAYED = range(7)  # the counters; they only ever grow
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -66,6 +67,31 @@ def _copy(typing_context: Any, target: Any, source: Any, size_bytes: Any) -> Any
         return context.get_dummy_value()
 
     return types.void(types.uint64, types.uint64, types.uint64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _stream_line(typing_context: Any, target: Any, source: Any) -> Any:  # noqa: ARG001
+    """One line of 64 bytes, past the caches."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        line = ir.VectorType(ir.IntType(32), 16).as_pointer()
+        target, source = (builder.inttoptr(address, line) for address in args)
+        store = builder.store(builder.load(source, align=1), target, align=64)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.uint64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _fence(typing_context: Any) -> Any:  # noqa: ARG001
+    """A release store does not wait for streamed lines; this does."""
+
+    def generate(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 @kernel
@@ -115,8 +141,40 @@ def compare(flags: int, ranks: int, call: int) -> int:
 
 
 @kernel
+def relay(flags: int, rank: int, ranks: int, first: int, end: int, looks: int) -> bool:
+    """Pass a token round: rank h % ranks makes hop h, after hop h - 1. Give up after that many looks, letting all pass.
+
+    first, end: hops, multiples of ranks; `first` is where the last round ended. True if this rank did not give up.
+    """
+    for hop in range(first + rank, end, ranks):
+        before = np.uint64(flags + (hop - 1) % ranks * LINE_BYTES + RELAYED * 8)
+        while _load_acquire(before) < np.uint64(hop):
+            looks -= 1
+            if looks <= 0:
+                post(flags, rank, RELAYED, end)
+                return False
+        post(flags, rank, RELAYED, hop + 1)
+    post(flags, rank, RELAYED, end)
+    return True
+
+
+@kernel
 def copy(target: int, source: int, size_bytes: int) -> None:
     _copy(np.uint64(target), np.uint64(source), np.uint64(size_bytes))
+
+
+@kernel
+def hand(target: int, source: int, size_bytes: int, far: bool) -> None:
+    """copy, for memory that another core reads next. far: that core shares no cache with this one."""
+    head = min(-target % LINE, size_bytes) if far else size_bytes
+    copy(target, source, head)
+    lines = (size_bytes - head) // LINE
+    for i in range(lines):
+        _stream_line(np.uint64(target + head + i * LINE), np.uint64(source + head + i * LINE))
+    done = head + lines * LINE
+    copy(target + done, source + done, size_bytes - done)
+    if far:
+        _fence()
 
 
 # ---- sums
@@ -129,27 +187,30 @@ def sum_rows(kind: int, sources: NDArray[np.uint64], targets: NDArray[np.uint64]
     width = 4 if kind == FLOAT32 else 2
     for start in range(0, n, BLOCK):
         count, at = min(BLOCK, n - start), np.uint64(offset + start * width)
-        block[:] = -0.0  # the zero that leaves every addend as it is
         for source in range(sources.size):
-            _add(kind, sources[source] + at, block, count)
+            _add(kind, sources[source] + at, block, count, source == 0)
         for target in range(targets.size):
             _store(kind, targets[target] + at, block, count)
 
 
 @kernel
-def _add(kind: int, address: int, block: NDArray[np.float32], count: int) -> None:
+def _add(kind: int, address: int, block: NDArray[np.float32], count: int, first: bool) -> None:
     if kind == FLOAT32:
-        _add_values(carray(_pointer(np.uint64(address)), count, np.float32), block)
+        _add_values(carray(_pointer(np.uint64(address)), count, np.float32), block, first)
     elif kind == BFLOAT16:
-        _add_values(carray(_pointer(np.uint64(address)), count, np.uint16), block)
+        _add_values(carray(_pointer(np.uint64(address)), count, np.uint16), block, first)
     else:
-        _add_values(carray(_pointer(np.uint64(address)), count, np.int16), block)
+        _add_values(carray(_pointer(np.uint64(address)), count, np.int16), block, first)
 
 
 @kernel
-def _add_values(values: NDArray[Any], block: NDArray[np.float32]) -> None:
-    for i in range(values.size):
-        block[i] += widened(values[i])
+def _add_values(values: NDArray[Any], block: NDArray[np.float32], first: bool) -> None:
+    if first:
+        for i in range(values.size):
+            block[i] = widened(values[i])
+    else:
+        for i in range(values.size):
+            block[i] += widened(values[i])
 
 
 @kernel

@@ -17,6 +17,7 @@ memory".
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ from hpcllm.collectives.node_kernels import (
     copy,
     enter,
     post,
+    relay,
     sum_rows,
 )
 from hpcllm.collectives.window import PAGE_BYTES, Window, allocate_window, find_window
@@ -49,6 +51,9 @@ from hpcllm.collectives.window import PAGE_BYTES, Window, allocate_window, find_
 SMALL_BYTES = 64 << 10  # what a rank reads at most in the way of a single step
 SLOT_BYTES = 512 << 10
 SPINS = 300  # looks before giving way, under a microsecond: a rank without a core may need this one
+HOPS, LOOKS = 96, 300_000  # of a token that tells how far the cores are from each other; all looks take 100 us
+FAR_HOP_S = 140e-9  # a hop inside a shared cache takes 60 ns, from one cache to another 200 and more
+CALLS_PER_RELAY = 16  # the kernel moves ranks about
 SLICE_VALUES = 1024  # slices begin at whole pages, or nearly: two ranks never write one cache line
 
 SUM, REDUCE, GATHER = range(3)
@@ -85,7 +90,8 @@ class Node:
         self.flags = int(parts[0])
         self.small = [parts + np.uint64(counters_bytes + turn * self.small_bytes) for turn in range(2)]
         self.slots = parts + np.uint64(counters_bytes + 2 * self.small_bytes)
-        self.calls = self.segments = 0
+        self.calls = self.segments = self.hops = self.asked = 0
+        self.far = False
 
     def allreduce(self, x: torch.Tensor) -> None:
         """x (n,), n > 0, becomes its sum over the node."""
@@ -141,6 +147,21 @@ class Node:
             self.shares[window.number] = relation in (MPI.IDENT, MPI.CONGRUENT)
         return self.shares[window.number]
 
+    def _far(self) -> bool:
+        """Whether the node's ranks share no cache, as the time of a token tells; asked at one place by all of them."""
+        if self.asked % CALLS_PER_RELAY == 0:
+            hops_s = [hop_s for hop_s in (self._hop_s() for _ in range(3)) if hop_s > 0]
+            self.far = min(hops_s) > FAR_HOP_S if hops_s else self.far
+        self.asked += 1
+        return self.far
+
+    def _hop_s(self) -> float:
+        """Seconds a hop; 0 if it gave up, as it does where ranks share a core."""
+        start_s, first = time.perf_counter(), self.hops
+        self.hops += max(HOPS // self.ranks, 1) * self.ranks
+        arrived = relay(self.flags, self.rank, self.ranks, first, self.hops, LOOKS)
+        return (time.perf_counter() - start_s) / (self.hops - first) if arrived else 0.0
+
     def _meet(self, which: int, task: int) -> None:
         """A barrier: all ranks have posted this call's counter."""
         post(self.flags, self.rank, which, self.calls)
@@ -160,7 +181,7 @@ class Node:
         segments = -(-int(np.diff(cuts).max()) // piece)
         job[0] = (
             self.flags, self.rank, self.ranks, KINDS[x.dtype], x.itemsize, x.data_ptr(), own, own,
-            piece, SLOT_BYTES, self.segments, segments, reduces, gathers, 0, 0, 0,
+            piece, SLOT_BYTES, self.segments, segments, reduces, gathers, self._far(), 0, 0, 0,
         )  # fmt: skip
         return job
 
