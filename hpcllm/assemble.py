@@ -1,8 +1,8 @@
 """From a checked run file to the parts of one rank: everything that is refused is refused here, before any work.
 
-Config --+-- mesh sizes, batch split -----> Mesh, MicroBatches
+Config --+-- mesh sizes, batch split -----> Mesh, microbatches
          +-- token store -----------------> vocabulary, Sampler
-         +-- span of this stage ----------> Decoder --> GradientBuckets, AdamW, Engine
+         +-- schedule, spans of layers ---> a Decoder a chunk --> GradientBuckets, AdamW, Engine
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,24 +24,29 @@ from numpy.typing import NDArray
 from hpcllm.collectives import Group, group_of, shared_zeros
 from hpcllm.collectives.select import Tuning, link_codec, load_tuning, use_tuning
 from hpcllm.collectives.wire import Wire
-from hpcllm.config import Config, divisors, traffic_codecs
+from hpcllm.config import Config, traffic_codecs
 from hpcllm.data.sampler import Sampler, sample_count
 from hpcllm.data.store import TokenStore
-from hpcllm.errors import ConfigError, DataError, MeshError, UserError
+from hpcllm.errors import ConfigError, DataError, ScheduleError, UserError
+from hpcllm.layout import check_layout, schedule_of, spans_of
 from hpcllm.machines import peak_tflops
-from hpcllm.mesh import Mesh, mesh_sizes, open_mesh
+from hpcllm.mesh import Mesh, describe_rank, open_mesh
 from hpcllm.metrics import Traffic
-from hpcllm.model.initialisation import build
-from hpcllm.model.shapes import split_layers
+from hpcllm.model.initialisation import build_chunks
+from hpcllm.model.shapes import StageSpan
 from hpcllm.model.transformer import Decoder
 from hpcllm.optim.adamw import make_adamw
 from hpcllm.optim.buckets import BucketPlan, GradientBuckets, make_buckets
-from hpcllm.pipeline.actions import Action, Op
+from hpcllm.pipeline.checker import check
+from hpcllm.pipeline.chunk import Chunk, additions
 from hpcllm.pipeline.engine import Engine
-from hpcllm.pipeline.link import Codecs, Link
-from hpcllm.pipeline.schedules import SCHEDULES, stage_actions
+from hpcllm.pipeline.link import BACKWARD, FORWARD, Codecs, Link
+from hpcllm.pipeline.placement import Placement
+from hpcllm.pipeline.schedules import Schedule
+from hpcllm.pipeline.timing import simulate
 from hpcllm.together import on_root
 from hpcllm.waiting import Waits
+from hpcllm.watch import Watch, watching
 
 
 @dataclass(frozen=True)
@@ -52,20 +58,22 @@ class Parts:
     store: TokenStore
     tokens: NDArray[np.integer]  # of the training split, mapped once: a store rewritten meanwhile changes nothing
     sampler: Sampler
-    decoder: Decoder
-    parameters: dict[str, torch.nn.Parameter]
+    schedule: Schedule  # checked
+    bubble: float  # share of a step that it lets a rank idle, if a backward pass takes twice a forward pass
+    parameters: dict[str, torch.nn.Parameter]  # of this rank, in the order of the model
     shared: str | None  # the parameter of which the other end of the pipeline has a copy
+    has_head: bool  # the loss is made on this rank
     gradients: GradientBuckets
     wire: Wire  # of the gradients
     adamw: torch.optim.AdamW
     engine: Engine
-    actions: list[Action]
     control: Waits
+    watch: Watch
     peak_tflops: float | None  # of one rank; None: not known
 
     @property
     def owned(self) -> frozenset[str]:
-        """Names of the parameters that this stage answers for: a shared embedding belongs to the first stage."""
+        """Names of the parameters that this rank answers for: a shared embedding belongs to the first stage."""
         is_copy = self.mesh.pp.rank > 0
         return frozenset(name for name in self.parameters if not (is_copy and name == self.shared))
 
@@ -73,33 +81,12 @@ class Parts:
     def run_folder(self) -> Path:
         return Path(self.config.run.folder) / self.config.run.name
 
-    @property
-    def last_backward(self) -> int:
-        """The microbatch whose backward pass makes the gradients final."""
-        return next(action.microbatch for action in reversed(self.actions) if action.op is Op.BACKWARD)
-
     def traffic(self) -> Traffic:
         """So far, of this rank: see metrics.TRAFFIC for the order."""
         link, gradients = self.engine.link, self.gradients
         exposed_s = link.waits.total_s + gradients.worker.exposed_s + self.control.total_s
-        ways = [count[way] for way in (Op.FORWARD, Op.BACKWARD) for count in (link.plain_bytes, link.sent_bytes)]
+        ways = [count[way] for way in (FORWARD, BACKWARD) for count in (link.plain_bytes, link.sent_bytes)]
         return np.array([exposed_s, gradients.hidden_s, self.wire.plain_bytes, self.wire.sent_bytes, *ways])
-
-
-def check_layout(config: Config, ranks: int) -> Config:
-    """The config with dp filled in. Raises MeshError if ranks, mesh and batch do not fit together. Pure."""
-    dp = mesh_sizes(ranks, config.mesh)["dp"]
-    batch, microbatches = config.data.global_batch, config.pipeline.microbatches
-    if batch % dp:
-        raise MeshError(
-            f"data.global_batch = {batch} does not split over mesh.dp = {dp} replicas; valid dp: {divisors(batch)}"
-        )
-    if batch // dp % microbatches:
-        raise MeshError(
-            f"pipeline.microbatches = {microbatches} does not divide the {batch // dp} samples of a replica "
-            f"(data.global_batch = {batch} over mesh.dp = {dp}); valid: {divisors(batch // dp)}"
-        )
-    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, dp=dp))
 
 
 def open_store(config: Config, comm: MPI.Intracomm) -> tuple[Config, TokenStore]:
@@ -126,10 +113,15 @@ def open_store(config: Config, comm: MPI.Intracomm) -> tuple[Config, TokenStore]
 def assemble(config: Config, comm: MPI.Intracomm) -> Iterator[Parts]:
     """Everything that this rank needs, with initial weights. Collective over comm. Raises UserError."""
     config = check_layout(config, comm.size)
+    schedule, bubble = _open_schedule(config, comm)
     config, store = open_store(config, comm)
+    spans = spans_of(config, schedule.placement)  # knows the vocabulary by now, which the head's cost depends on
     peak, tuning = on_root(comm, lambda: (peak_tflops(config.run.machine, torch.get_num_threads()), _tuning(config)))
-    with open_mesh(comm, config.mesh) as mesh:
-        parts = _build(config, mesh, store, peak, tuning)
+    place = partial(describe_rank, ranks=comm.size, config=config.mesh)
+    with open_mesh(comm, config.mesh) as mesh, watching(mesh.world, place) as watch:
+        mine = [schedule.placement.stage(mesh.pp.rank, chunk) for chunk in range(schedule.placement.chunks)]
+        decoders = build_chunks(config.model, [spans[stage] for stage in mine], config.run.seed)
+        parts = _build(config, mesh, schedule, bubble, decoders, store, peak, tuning, watch)
         yield parts
         parts.gradients.worker.close()
 
@@ -138,30 +130,62 @@ def _tuning(config: Config) -> Tuning | None:
     return load_tuning(config.communication.tuning) if config.communication.tuning else None
 
 
-def _build(config: Config, mesh: Mesh, store: TokenStore, peak_tflops: float | None, tuning: Tuning | None) -> Parts:
+def _open_schedule(config: Config, comm: MPI.Intracomm) -> tuple[Schedule, float]:
+    """The schedule of the run, checked, and its bubble. Collective over comm. Raises ScheduleError."""
+    file = config.pipeline.file
+    schedule = schedule_of(config, on_root(comm, lambda: _schedule_text(file) if file else ""))
+
+    def prove() -> float:
+        check(schedule)
+        return simulate(schedule).bubble
+
+    return schedule, on_root(comm, prove)
+
+
+def _schedule_text(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"cannot read pipeline.file = {file!r}: {error}") from error
+
+
+def _build(
+    config: Config,
+    mesh: Mesh,
+    schedule: Schedule,
+    bubble: float,
+    decoders: list[Decoder],
+    store: TokenStore,
+    peak_tflops: float | None,
+    tuning: Tuning | None,
+    watch: Watch,
+) -> Parts:
     data, limit_s = config.data, config.limits.stall_s
-    decoder = build(config.model, split_layers(config.model, mesh.pp.size)[mesh.pp.rank], config.run.seed)
-    parameters = dict(decoder.named_parameters())
+    parameters = {name: p for decoder in decoders for name, p in decoder.named_parameters()}
     tokens = store.tokens("train")
-    shared = "embedding.weight" if config.model.tied and mesh.ends.size > 1 else None
-    wire = Wire(Waits(limit_s))
+    is_cut = schedule.placement.home(schedule.placement.stages - 1)[0] != 0  # embedding and head are on two ranks
+    shared = "embedding.weight" if config.model.tied and is_cut and mesh.ends.size > 1 else None
+    wire = Wire(Waits(limit_s, watch=watch))
+    counts = additions(decoders, schedule.actions[mesh.pp.rank])
+    gradients = _gradients(config, mesh, parameters, counts, shared, wire, tuning)
+    link = _link(config, mesh, schedule.placement, tuning, watch)
     return Parts(
         config=config,
         mesh=mesh,
         store=store,
         tokens=tokens,
         sampler=Sampler(sample_count(len(tokens), data.sequence_length), config.run.seed),
-        decoder=decoder,
+        schedule=schedule,
+        bubble=bubble,
         parameters=parameters,
         shared=shared,
-        gradients=_gradients(config, mesh, parameters, shared, wire, tuning),
+        has_head=decoders[-1].span.has_head,
+        gradients=gradients,
         wire=wire,
         adamw=make_adamw(parameters, config.optimizer),
-        engine=Engine(decoder, _link(config, mesh, tuning)),
-        actions=stage_actions(
-            SCHEDULES[config.pipeline.schedule], mesh.pp.rank, mesh.pp.size, config.pipeline.microbatches
-        ),
-        control=Waits(limit_s),
+        engine=Engine([Chunk(decoder) for decoder in decoders], link, gradients.added),
+        control=Waits(limit_s, watch=watch),
+        watch=watch,
         peak_tflops=peak_tflops,
     )
 
@@ -170,6 +194,7 @@ def _gradients(
     config: Config,
     mesh: Mesh,
     parameters: dict[str, torch.nn.Parameter],
+    counts: Mapping[str, int],
     shared: str | None,
     wire: Wire,
     tuning: Tuning | None,
@@ -187,7 +212,7 @@ def _gradients(
         group.wire = wire
         if tuning:
             use_tuning(group, tuning)
-    return make_buckets(parameters, shared, plan, replicas, ends, lambda n: _memory(n, replicas))
+    return make_buckets(parameters, counts, shared, plan, replicas, ends, lambda n: _memory(n, replicas))
 
 
 def _memory(n: int, replicas: Group) -> torch.Tensor:
@@ -202,13 +227,13 @@ def _memory(n: int, replicas: Group) -> torch.Tensor:
         return torch.zeros(n)
 
 
-def _link(config: Config, mesh: Mesh, tuning: Tuning | None) -> Link:
+def _link(config: Config, mesh: Mesh, placement: Placement, tuning: Tuning | None, watch: Watch) -> Link:
     size = config.data.global_batch // mesh.dp.size // config.pipeline.microbatches
     shape = (size, config.data.sequence_length, config.model.hidden)
     codecs: Codecs = {}
-    for way, kind in ((Op.FORWARD, "forward"), (Op.BACKWARD, "backward")):
-        for peer in (mesh.pp.rank - 1, mesh.pp.rank + 1):
-            if 0 <= peer < mesh.pp.size:
-                name = traffic_codecs(config.communication)[kind]
-                codecs[way, peer] = link_codec(name, math.prod(shape), mesh.shares_node(peer), tuning)
-    return Link(mesh, shape, Waits(config.limits.stall_s), codecs)
+    neighbours = {(mesh.pp.rank + step) % mesh.pp.size for step in (-1, 1)} - {mesh.pp.rank}
+    for way, kind in ((FORWARD, "forward"), (BACKWARD, "backward")):
+        for peer in neighbours:
+            name = traffic_codecs(config.communication)[kind]
+            codecs[way, peer] = link_codec(name, math.prod(shape), mesh.shares_node(peer), tuning)
+    return Link(mesh, placement, shape, Waits(config.limits.stall_s, watch=watch), codecs)

@@ -43,6 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands.add_parser("train", help="train a model, or go on where the run stopped"))
     _add_generate(commands.add_parser("generate", help="continue a prompt with a trained model"))
     _add_inspect(commands.add_parser("inspect", help="show what is in a checkpoint"))
+    _add_schedule(
+        commands.add_parser("schedule", help="prove, time and draw a pipeline schedule before the job is queued")
+    )
     return parser
 
 
@@ -172,3 +175,41 @@ def inspect(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(tree_lines(arguments.checkpoint)))
     return 0
+
+
+def _add_schedule(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Prove that a pipeline schedule runs to its end, and show how much of the time its ranks idle and what they "
+        "hold. Nothing is run, so it answers at once on a login node."
+    )
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="gpipe, 1f1b, interleaved, zb-h1, zb-v, or custom, with --file"
+    )
+    parser.add_argument("--file", metavar="FILE", help="custom: the schedule as text, as --write writes it")
+    parser.add_argument("--stages", metavar="P", help="ranks of one pipeline (mesh.pp)")
+    parser.add_argument("--microbatches", metavar="M", help="of one step (pipeline.microbatches)")
+    parser.add_argument("--chunks", metavar="V", help="pieces of the model on each rank (default: the schedule's own)")
+    parser.add_argument(
+        "--times",
+        metavar="F=1,B=2,W=1,send=0.1",
+        help="of one microbatch, in any unit: forward, whole backward, its weight part, a message "
+        "(default: F=1, B=2 F, W=B/2, send=0)",
+    )
+    parser.add_argument("--recompute", action="store_true", help="each backward pass does the forward pass again")
+    parser.add_argument(
+        "--bytes", metavar="SIZE", help="of one message, as in 4MiB: microbatch x sequence x hidden x 4"
+    )
+    parser.add_argument("--compare", action="store_true", help="all schedules side by side, without NAME")
+    parser.add_argument("--measured", metavar="TRACE", help="explain a step that was run, from its trace, without NAME")
+    parser.add_argument("--draw", metavar="FILE", help="draw a picture, .svg or .png")
+    parser.add_argument(
+        "--write", metavar="FILE", help="write the schedule as text, to change it and read it by --file"
+    )
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+    parser.set_defaults(command=schedule)
+
+
+def schedule(arguments: argparse.Namespace) -> int:
+    from hpcllm.pipeline.command import run
+
+    return run(arguments)

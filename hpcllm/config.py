@@ -80,8 +80,11 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "custom"] = "1f1b"
     microbatches: int = 1  # pieces that a replica's share of the global batch is cut into
+    chunks: int = 0  # virtual stages a rank; 0: as many as the schedule takes by itself
+    layers: tuple[int, ...] = ()  # blocks of each virtual stage, in the order of the model; []: divided by cost
+    file: str = ""  # the text of a custom schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +129,7 @@ class LogConfig:
     every_steps: int = 10
     validation_every_steps: int = 0  # 0: only at the end
     tensorboard: bool = True
+    trace_steps: tuple[int, ...] = ()  # steps of which a trace of the pipeline is written, such as [10, 11]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +179,8 @@ RULES: dict[str, tuple[str, typing.Callable[[Any], bool]]] = {
         lambda v: sorted(v.split(",")) == ["dp", "pp", "tp"],
     ),
     "pipeline.microbatches": (">= 1", lambda v: v >= 1),
+    "pipeline.chunks": (">= 0", lambda v: v >= 0),
+    "pipeline.layers": ("at least one block for each virtual stage", lambda v: all(blocks >= 1 for blocks in v)),
     "optimizer.learning_rate": ("> 0", lambda v: v > 0),
     "optimizer.warmup_steps": (">= 0", lambda v: v >= 0),
     "optimizer.final_fraction": ("0 to 1", lambda v: 0 <= v <= 1),
@@ -189,6 +195,7 @@ RULES: dict[str, tuple[str, typing.Callable[[Any], bool]]] = {
     "checkpoint.every_steps": (">= 0", lambda v: v >= 0),
     "checkpoint.keep": (">= 1", lambda v: v >= 1),
     "log.every_steps": (">= 1", lambda v: v >= 1),
+    "log.trace_steps": ("steps, from 1 on", lambda v: all(step >= 1 for step in v)),
     "log.validation_every_steps": (">= 0", lambda v: v >= 0),
     "limits.stall_s": ("> 0", lambda v: v > 0),
 }
@@ -276,17 +283,26 @@ def _checked(key: str, value: Any, kind: Any) -> Any:
         raise ConfigError(f"{key} = {value} should be a finite number")
     valid, holds = RULES.get(key, ("", lambda _: True))
     if not holds(value):
-        raise ConfigError(f"{key} = {value!r} is out of range; valid: {valid}")
+        shown = list(value) if isinstance(value, tuple) else value  # as the file has it
+        raise ConfigError(f"{key} = {shown!r} is out of range; valid: {valid}")
     return value
 
 
-def _typed(key: str, value: Any, kind: type) -> Any:
+def _typed(key: str, value: Any, kind: Any) -> Any:
+    if typing.get_origin(kind) is tuple:
+        return _whole_numbers(key, value)
     if kind is float and type(value) is int and abs(value) < 2**53:
         return float(value)
     if type(value) is not kind:
         names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
         raise ConfigError(f"{key} = {value!r} should be {names[kind]}")
     return value
+
+
+def _whole_numbers(key: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or any(type(item) is not int for item in value):
+        raise ConfigError(f"{key} = {value!r} should be a list of whole numbers, for example {key} = [5, 6, 6, 5]")
+    return tuple(value)
 
 
 def _nearest(name: str, valid: typing.Iterable[str]) -> str:
@@ -333,11 +349,23 @@ def _check_together(config: Config) -> None:
             f"data.sequence_length = {data.sequence_length} is longer than "
             f"model.max_sequence = {model.max_sequence}; lower the one or raise the other"
         )
-    if config.mesh.pp > model.layers:
-        raise ConfigError(
-            f"mesh.pp = {config.mesh.pp} stages, but model.layers = {model.layers}; valid: pp from 1 to {model.layers}"
-        )
+    if late := [step for step in config.log.trace_steps if step > config.run.steps]:
+        raise ConfigError(f"log.trace_steps has {late[0]}, but run.steps = {config.run.steps}; valid: 1 to that")
+    _check_pipeline(config.pipeline, model)
     _check_communication(config.communication)
+
+
+def _check_pipeline(pipeline: PipelineConfig, model: ModelConfig) -> None:
+    if (pipeline.schedule == "custom") != bool(pipeline.file):
+        raise ConfigError(
+            f"pipeline.schedule = {pipeline.schedule!r} with pipeline.file = {pipeline.file!r}; valid: 'custom' with "
+            "the file of a schedule, or another schedule without one"
+        )
+    if pipeline.layers and sum(pipeline.layers) != model.layers:
+        raise ConfigError(
+            f"pipeline.layers = {list(pipeline.layers)} adds up to {sum(pipeline.layers)}, but model.layers = "
+            f"{model.layers}; valid: numbers that add up to it, or [] to divide by cost"
+        )
 
 
 def _check_communication(communication: CommunicationConfig) -> None:

@@ -10,6 +10,7 @@
     `-- UserError          2   asked for something that cannot be; said before any work starts
         |-- ConfigError        a key or a value of the run file
         |-- MeshError          ranks and layout do not fit together
+        |-- ScheduleError      a pipeline schedule that cannot be made, read or run
         `-- DataError          an input, a token store, a tokenizer
 
 Every message names the thing, the numbers and what would be valid, because it is read in the log of hundreds of
@@ -62,6 +63,10 @@ class ConfigError(UserError):
 
 class MeshError(UserError):
     """The layout does not fit the ranks, the model or the batch."""
+
+
+class ScheduleError(UserError):
+    """A pipeline schedule does not exist in this shape, cannot be read, or would not run to its end."""
 
 
 class DataError(UserError):

@@ -2,6 +2,7 @@
 
 every rank fails, knowingly      rank 0 says it once, all leave with its exit code
 one rank fails alone             it says who it is and why, and ends the whole job at once (MPI_Abort)
+one rank stops answering         rank 0 says who waits for whom and ends the job (watch.py)
 SIGTERM, SIGUSR1, Ctrl-C         a flag; the loop finishes its step, saves, and leaves with exit code 0
 """
 

@@ -35,14 +35,13 @@ class Mesh:
     def shape(self) -> dict[str, int]:
         return {"dp": self.dp.size, "pp": self.pp.size, "tp": self.tp.size}
 
-    def describe_stage(self, stage: int) -> str:
-        """'stage 2 (rank 5)': a neighbour in the pipeline, for error messages."""
-        world_rank = self.pp.group.Translate_ranks([stage], self.world.group)[0]
-        return f"stage {stage} (rank {world_rank})"
+    def world_rank(self, peer: int) -> int:
+        """The rank in the whole job of a rank of this pipeline, for error messages."""
+        return int(self.pp.group.Translate_ranks([peer], self.world.group)[0])
 
-    def shares_node(self, stage: int) -> bool:
-        """Whether the rank of that stage in this rank's pipeline is on this rank's node."""
-        return bool(self.pp.group.Translate_ranks([stage], self.node.group)[0] != MPI.UNDEFINED)
+    def shares_node(self, peer: int) -> bool:
+        """Whether that rank of this pipeline is on this rank's node."""
+        return bool(self.pp.group.Translate_ranks([peer], self.node.group)[0] != MPI.UNDEFINED)
 
 
 def mesh_sizes(ranks: int, mesh: MeshConfig) -> dict[str, int]:
@@ -71,6 +70,12 @@ def coordinates(rank: int, sizes: dict[str, int], order: str) -> dict[str, int]:
     for axis in order.split(","):
         rank, place[axis] = divmod(rank, sizes[axis])
     return place
+
+
+def describe_rank(rank: int, ranks: int, config: MeshConfig) -> str:
+    """'dp 1, stage 2': where a rank of a job of so many ranks stands."""
+    place = coordinates(rank, mesh_sizes(ranks, config), config.order)
+    return f"dp {place['dp']}, stage {place['pp']}"
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 runs/NAME/run.toml                            the run file with every key written out
           job.txt                             which job holds the folder, see claim.py
+          ranks.txt                           where each rank stands in the mesh, its process and node
+          trace/step_00000010.json            what each rank did in a step, see pipeline/trace.py
           log.jsonl                           one object a logged step; TensorBoard events beside it
           checkpoints/step_00001000.h5        any layout reads it
 """

@@ -19,13 +19,8 @@ def forward_backward(parts: Parts, step: int, position: int) -> float:
     exact = step < communication.exact_steps
     parts.engine.link.exact = exact
     inputs, targets = _my_samples(parts, position)
-    parts.gradients.zero()
-
-    def arm(microbatch: int) -> None:
-        if microbatch == parts.last_backward:
-            parts.gradients.arm(step, exact)
-
-    loss = parts.engine.run(parts.actions, inputs, targets, 1 / tokens, arm)
+    parts.gradients.begin(step, exact)
+    loss = parts.engine.run(parts.schedule, inputs, targets, 1 / tokens)
     parts.gradients.finish()
     return loss / tokens
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from hpcllm.config import Config
-from hpcllm.pipeline.schedules import bubble
 from hpcllm.validate import Validation
 
 
@@ -19,6 +18,7 @@ from hpcllm.validate import Validation
 class Summary:
     config: Config
     ranks: int
+    bubble: float  # share of a step that the schedule lets a rank idle
     step: int
     loss: float  # of the last step; NaN if this start made none
     validation: Validation | None
@@ -30,11 +30,10 @@ class Summary:
     def rows(self) -> list[tuple[str, str]]:
         """(what, value) pairs, for people."""
         config, rows = self.config, []
-        mesh, pipeline = config.mesh, config.pipeline
-        idle = bubble(mesh.pp, pipeline.microbatches)
+        mesh = config.mesh
         rows.append(("run", str(Path(config.run.folder) / config.run.name)))
         rows.append(
-            ("layout", f"{self.ranks} ranks: dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, bubble {100 * idle:.0f} %")
+            ("layout", f"{self.ranks} ranks: dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, bubble {100 * self.bubble:.0f} %")
         )
         stopped = f", stopped by {self.stopped_by}; the same command goes on" if self.stopped_by else ""
         more = ", the checkpoint is further than run.steps" if self.step > config.run.steps else ""

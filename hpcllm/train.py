@@ -28,7 +28,7 @@ from hpcllm.metrics import Log, Pace, Traffic, open_log, peak_memory_gb
 from hpcllm.model.shapes import parameter_count
 from hpcllm.optim.adamw import set_learning_rate
 from hpcllm.optim.learning_rate import learning_rate
-from hpcllm.pipeline.schedules import bubble
+from hpcllm.pipeline.trace import recording, write_trace
 from hpcllm.replicas import check_replicas
 from hpcllm.resume import resume, save_run
 from hpcllm.step import forward_backward
@@ -64,7 +64,8 @@ def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: b
             began_s, traffic = time.perf_counter(), parts.traffic()
             rate = learning_rate(step, config.run.steps, config.optimizer)
             set_learning_rate(parts.adamw, rate)
-            local_loss = forward_backward(parts, step, position)
+            with recording(parts.engine, step + 1 in config.log.trace_steps) as spans:
+                local_loss = forward_backward(parts, step, position)
             traffic = parts.traffic() - traffic
             agreed = _agree(parts, local_loss, bool(signals.received), traffic)
             if not (math.isfinite(agreed.loss) and math.isfinite(agreed.gradient_norm)):
@@ -77,6 +78,8 @@ def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: b
             is_last = stopping or step == config.run.steps
             if _due(step, config.communication.hash_every_steps):
                 check_replicas(parts.parameters, parts.mesh.dp, parts.control, step)
+            if step in config.log.trace_steps:
+                write_trace(parts.run_folder / "trace", step, parts.schedule, parts.mesh, spans, parts.control)
             if is_last or _due(step, config.log.every_steps):
                 _log_step(parts, log, pace, step, agreed, rate)
             if not is_last and _due(step, config.log.validation_every_steps):
@@ -88,6 +91,7 @@ def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: b
         return Summary(
             config=config,
             ranks=world.size,
+            bubble=parts.bubble,
             step=step,
             loss=loss,
             validation=checked,
@@ -150,6 +154,7 @@ def _start_log(parts: Parts, step: int, stack: ExitStack) -> Log | None:
         try:
             log = stack.enter_context(open_log(parts.run_folder, step, run.steps, parts.config.log.tensorboard))
             _say_what_starts(parts, log)
+            (parts.run_folder / "ranks.txt").write_text("\n".join(parts.watch.lines()) + "\n", encoding="utf-8")
         except OSError as failure:
             error = HpcllmError(f"cannot write a log in {str(parts.run_folder)!r}: {failure}")
     raise_together(parts.mesh.world, error)
@@ -158,15 +163,19 @@ def _start_log(parts: Parts, step: int, stack: ExitStack) -> Log | None:
 
 def _say_what_starts(parts: Parts, log: Log) -> None:
     config, shape = parts.config, parts.mesh.shape
-    idle = bubble(shape["pp"], config.pipeline.microbatches)
     log.say(
         f"{config.run.name}: {parameter_count(config.model) / 1e6:.2f} M parameters ({config.model.preset}), "
-        f"dp={shape['dp']} pp={shape['pp']} tp={shape['tp']}, {config.pipeline.schedule} with "
-        f"{config.pipeline.microbatches} microbatches (bubble {100 * idle:.0f} %), "
+        f"dp={shape['dp']} pp={shape['pp']} tp={shape['tp']}, {parts.schedule.name} with "
+        f"{config.pipeline.microbatches} microbatches{_chunks(parts)} (bubble {100 * parts.bubble:.0f} %), "
         f"{torch.get_num_threads()} thread(s) a rank, {_mpi_library()}"
     )
     if config.optimizer.warmup_steps >= config.run.steps:
         log.say(f"note: the learning rate warms up for {config.optimizer.warmup_steps} steps, longer than the run")
+
+
+def _chunks(parts: Parts) -> str:
+    chunks = parts.schedule.placement.chunks
+    return f" and {chunks} chunks a rank" if chunks > 1 else ""
 
 
 def _mpi_library() -> str:

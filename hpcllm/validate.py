@@ -18,7 +18,7 @@ import torch
 from hpcllm.assemble import Parts
 from hpcllm.data.sampler import sample_count
 from hpcllm.model.loss import IGNORED
-from hpcllm.pipeline.schedules import forward_only, stage_actions
+from hpcllm.pipeline.schedules import forward_only
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ def validate(parts: Parts) -> Validation | None:
     samples = min(sample_count(len(tokens), config.data.sequence_length), config.data.validation_sequences)
     if samples < 1:
         return None
-    actions = stage_actions(forward_only, mesh.pp.rank, mesh.pp.size, config.pipeline.microbatches)
+    schedule = forward_only(parts.schedule.placement, config.pipeline.microbatches)
     sums = np.zeros(3)  # loss in nats, tokens, bytes
     for start in range(0, samples, config.data.global_batch):
         inputs, targets = _my_share(parts, tokens, start, samples)
         with torch.no_grad():
-            loss = parts.engine.run(actions, inputs, targets, scale=1.0)
-        if parts.decoder.span.has_head:
+            loss = parts.engine.run(schedule, inputs, targets, scale=1.0)
+        if parts.has_head:
             counted = targets[targets != IGNORED].numpy()
             sums += loss, counted.size, parts.store.token_bytes[counted].sum()
     parts.control.allreduce(mesh.world, sums, lambda: "the sum of the validation loss over all ranks")

@@ -57,7 +57,12 @@ def valid_tables(draw) -> dict:
             "pp": draw(st.integers(1, model["layers"])),
             "order": ",".join(draw(st.permutations(["dp", "pp", "tp"]))),
         },
-        "pipeline": {"schedule": draw(st.sampled_from(["gpipe", "1f1b"])), "microbatches": draw(st.integers(1, 99))},
+        "pipeline": {
+            "schedule": draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])),
+            "microbatches": draw(st.integers(1, 99)),
+            "chunks": draw(st.integers(0, 9)),
+            "layers": draw(st.sampled_from([[], [model["layers"]], [1] * model["layers"]])),
+        },
         "optimizer": {"learning_rate": draw(positive), "beta1": draw(fractions), "final_fraction": draw(fractions)},
         "communication": {
             "gradients": draw(st.sampled_from(["", "raw", "int8:64:sr", "zfp:12", "int4:128+ef"])),
@@ -80,7 +85,8 @@ def test_tables_and_toml_text_come_back_as_the_same_config(tables):
     assert parse(tomli_w.dumps(to_tables(once))) == once
     for name, table in tables.items():
         for key, value in table.items():
-            assert getattr(getattr(once, name), key) == value
+            found = getattr(getattr(once, name), key)
+            assert (list(found) if isinstance(found, tuple) else found) == value
 
 
 @settings(deadline=None, max_examples=60)
@@ -133,6 +139,8 @@ def test_a_key_in_the_file_wins_over_the_preset_and_set_wins_over_both():
         ("optimizer.learning_rate=1e-3", "optimizer.learning_rate", 1e-3),
         ("optimizer.weight_decay=0", "optimizer.weight_decay", 0.0),
         ("log.tensorboard=false", "log.tensorboard", False),
+        ("pipeline.layers=[1, 3]", "pipeline.layers", (1, 3)),
+        ("pipeline.layers=[]", "pipeline.layers", ()),
     ],
 )
 def test_words_of_the_command_line(override, key, value):
@@ -170,9 +178,18 @@ def test_words_of_the_command_line(override, key, value):
             {"model": {"max_sequence": 256}, "data": {"sequence_length": 257}},
             ["sequence_length = 257", "max_sequence = 256"],
         ),
-        ({"model": {"layers": 4}, "mesh": {"pp": 5}}, ["pp = 5", "layers = 4", "1 to 4"]),
+        ({"pipeline": {"schedule": "2f2b"}}, ["schedule = '2f2b'", "'1f1b', 'interleaved', 'zb-h1'"]),
+        ({"pipeline": {"schedule": "custom"}}, ["schedule = 'custom'", "file = ''", "valid: 'custom' with"]),
+        ({"pipeline": {"file": "my.txt"}}, ["schedule = '1f1b'", "file = 'my.txt'", "without one"]),
+        ({"pipeline": {"layers": 4}}, ["layers = 4", "list of whole numbers", "[5, 6, 6, 5]"]),
+        ({"pipeline": {"layers": [2, "2"]}}, ["layers = [2, '2']", "list of whole numbers"]),
+        ({"pipeline": {"layers": [2, True]}}, ["layers = [2, True]", "list of whole numbers"]),
+        ({"pipeline": {"layers": [4, 0]}}, ["layers = [4, 0]", "at least one"]),
+        ({"model": {"layers": 4}, "pipeline": {"layers": [2, 3]}}, ["[2, 3] adds up to 5", "model.layers = 4", "[]"]),
         ({"communication": {"algorithm": "native", "gradients": "bf16"}}, ["algorithm = 'native'", "'bf16'", "'raw'"]),
         ({"communication": {"algorithm": "node_window", "policy": "zhybrid"}}, ["'node_window'", "'zfp:8'", "'auto'"]),
+        ({"log": {"trace_steps": [3, 0]}}, ["log.trace_steps = [3, 0]", "from 1 on"]),
+        ({"run": {"steps": 9}, "log": {"trace_steps": [9, 10]}}, ["trace_steps has 10", "run.steps = 9", "1 to that"]),
         ({"communication": {"gradients": "int9"}}, ["gradients = 'int9'", "int8:256"]),
         ({"communication": {"forward": "int8:100"}}, ["forward = 'int8:100'", "int8:32 to int8:4096"]),
         ({"communication": {"backward": "int8+ef"}}, ["backward = 'int8+ef'", "'int8:256'"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -18,9 +19,11 @@ from hpcllm.checkpoint.folder import newest_first
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.config import Config
 from hpcllm.data.prepare import PrepareOptions, prepare
-from hpcllm.errors import ConfigError, DataError, MeshError, NonFiniteError, ReplicaError
+from hpcllm.errors import ConfigError, DataError, MeshError, NonFiniteError, ReplicaError, ScheduleError
 from hpcllm.job import StopSignals
 from hpcllm.optim.buckets import GradientBuckets
+from hpcllm.pipeline.measured import read_trace
+from hpcllm.pipeline.schedules import SCHEDULES, make_schedule
 from hpcllm.policy import POLICIES
 from hpcllm.summary import Summary
 
@@ -85,17 +88,21 @@ def logged(config: Config, key: str) -> list:
 def test_every_layout_trains_the_same_model(comm, store, wiring):
     alone = comm.Split(comm.rank)
     reference = run_config(
-        store, wiring, run={"name": f"alone {comm.rank}", "folder": str(store.parent / "runs"), "steps": STEPS}
+        store,
+        wiring,
+        run={"name": f"alone {comm.rank}", "folder": str(store.parent / "runs"), "steps": STEPS},
+        model={"layers": 8},  # two chunks on each of four ranks
     )
     want = train(reference, alone)
     for dp, pp in LAYOUTS[comm.size]:
-        for schedule in ("gpipe", "1f1b"):
+        for schedule in SCHEDULES if pp > 1 else ("1f1b", "zb-v"):
             config = run_config(
                 store,
                 wiring,
                 run={"name": f"{dp} {pp} {schedule}", "folder": str(store.parent / "runs"), "steps": STEPS},
                 mesh={"dp": dp, "pp": pp},
-                pipeline={"schedule": schedule, "microbatches": 12 // dp // 2 if pp > 1 else 1},
+                model={"layers": 8},
+                pipeline={"schedule": schedule, "microbatches": 12 // dp // 2},
             )
             got = train(config, comm)
             np.testing.assert_allclose(logged(config, "loss"), logged(reference, "loss"), rtol=1e-5)
@@ -138,13 +145,13 @@ def stop_after(monkeypatch, step: int, number: signal.Signals, rank: int, comm) 
     """Send this process a real signal in the middle of one step, on one rank only."""
     steps = []
 
-    def zero_then_signal(self, zero=GradientBuckets.zero):
+    def begin_then_signal(self, *which, begin=GradientBuckets.begin):
         steps.append(None)
         if len(steps) == step and comm.rank == rank:
             os.kill(os.getpid(), number)
-        zero(self)
+        begin(self, *which)
 
-    monkeypatch.setattr(GradientBuckets, "zero", zero_then_signal)
+    monkeypatch.setattr(GradientBuckets, "begin", begin_then_signal)
 
 
 @pytest.mark.parallel([2, 3])
@@ -164,6 +171,34 @@ def test_any_layout_goes_on_from_any_other(comm, store):
 
 
 @pytest.mark.parallel([1, 2, 3])
+def test_any_schedule_goes_on_from_any_other(comm, store):
+    """Each part of the run has other chunks and another division of the layers; the loss curve does not know."""
+    chain = [
+        {"schedule": "zb-v", "layers": [1] * (2 * comm.size - 1) + [7 - 2 * comm.size + 2]},
+        {"schedule": "interleaved", "chunks": 3 if comm.size < 3 else 2},
+        {"schedule": "gpipe"},
+        {"schedule": "zb-h1", "layers": [8 - comm.size + 1] + [1] * (comm.size - 1)},
+        {"schedule": "custom", "file": str(store.parent / "a schedule.txt")},
+    ]
+    if comm.rank == 0:
+        (store.parent / "a schedule.txt").write_text(make_schedule("interleaved", comm.size, 3, 2).text())
+    # the rate's cosine ends at run.steps, so all parts need a rate that does not depend on it
+    flat = {"learning_rate": 1e-3, "warmup_steps": 5, "final_fraction": 1.0}
+    common = {"mesh": {"pp": comm.size}, "model": {"layers": 8}, "optimizer": flat}
+    folder = {"folder": str(store.parent / "runs")}
+    straight = run_config(
+        store, run={**folder, "name": "straight", "steps": 15}, pipeline={"microbatches": 3}, **common
+    )
+    train(straight, comm)
+    for part, pipeline in enumerate(chain, start=1):
+        run = {**folder, "name": "chain", "steps": 3 * part}
+        config = run_config(store, run=run, pipeline={**pipeline, "microbatches": 3}, **common)
+        train(config, comm)
+    assert logged(config, "step") == list(range(1, 16))
+    np.testing.assert_allclose(logged(config, "loss"), logged(straight, "loss"), rtol=1e-5)
+
+
+@pytest.mark.parallel([1, 2, 3])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_one_rank_stops_all_after_the_step_with_a_checkpoint(comm, store, monkeypatch, number):
     stop_after(monkeypatch, 3, number, rank=0, comm=comm)
@@ -179,11 +214,11 @@ def test_a_signal_to_one_rank_stops_all_after_the_step_with_a_checkpoint(comm, s
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(comm, store, monkeypatch, axis):
     steps = []
 
-    def poison(self, zero=GradientBuckets.zero):
+    def poison(self, *which, begin=GradientBuckets.begin):
         steps.append(None)
         if len(steps) == 6 and comm.rank == comm.size - 1:
             parameters[-1].data.fill_(float("nan"))
-        zero(self)
+        begin(self, *which)
 
     parameters = []
     build = train_module.assemble
@@ -196,7 +231,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(comm, s
         return _Entered(context, parts)
 
     monkeypatch.setattr(train_module, "assemble", assemble)
-    monkeypatch.setattr(GradientBuckets, "zero", poison)
+    monkeypatch.setattr(GradientBuckets, "begin", poison)
     config = run_config(store, mesh={axis: comm.size}, checkpoint={"every_steps": 5})
     with pytest.raises(NonFiniteError, match=rf"step 6: loss nan.* on rank {comm.size - 1} .*step_00000005\.h5"):
         train(config, comm)
@@ -241,6 +276,11 @@ def test_only_the_newest_checkpoints_stay(comm, store):
 @pytest.mark.parallel([2])
 def test_what_cannot_be_is_refused_before_any_work(comm, store):
     short = {"name": "r", "folder": str(store.parent / "runs"), "steps": 2}
+    stuck = str(store.parent / "stuck.txt")
+    if comm.rank == 0:  # the first rank wants the gradient before it sends the activation
+        text = make_schedule("1f1b", 2, 1).text()
+        Path(stuck).write_text(re.sub("rank 0:.*", "rank 0: F0 RECV_B0 B0 SEND_F0", text))
+    comm.Barrier()
     cases = [
         (run_config(store, mesh={"dp": 2, "pp": 2}), MeshError, r"= 2 \* 2 \* 1 = 4, but the job has 2 ranks; start"),
         (run_config(store, data={"global_batch": 7}), MeshError, r"global_batch = 7 .* valid dp: 1, 7"),
@@ -248,6 +288,10 @@ def test_what_cannot_be_is_refused_before_any_work(comm, store):
         (run_config(store, model={"vocabulary": 200}), ConfigError, r"vocabulary = 200 is smaller .* 300; valid"),
         (run_config(store, data={"store": "nowhere.h5"}), DataError, r"nowhere\.h5"),
         (run_config(store, data={"store": ""}), ConfigError, r"data\.store is missing"),
+        (run_config(store, mesh={"pp": 2}, pipeline={"schedule": "zb-h1", "chunks": 2}), ScheduleError, "chunks"),
+        (run_config(store, mesh={"pp": 2}, pipeline={"schedule": "interleaved", "chunks": 3}), MeshError, "6 stages"),
+        (run_config(store, pipeline={"schedule": "custom", "file": "no such.txt"}), ScheduleError, "no such.txt"),
+        (run_config(store, mesh={"pp": 2}, pipeline={"schedule": "custom", "file": stuck}), ScheduleError, "waits for"),
     ]
     for config, kind, message in cases:
         with pytest.raises(kind, match=message):
@@ -305,12 +349,35 @@ def test_replicas_that_drift_apart_end_the_run_by_name(comm, store, monkeypatch)
 def test_lossy_gradients_still_give_equal_replicas(comm, store):
     config = run_config(store, "llama", mesh={"dp": 4}, communication={"gradients": "int4", "bucket_mib": 0.01})
     with train_module.assemble(config, comm) as parts:
+        parts.gradients.begin(100, exact=False)
         for p in parts.parameters.values():
             p.grad.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(comm.rank)))
-        parts.gradients.arm(100, exact=False)
-        for index, bucket in enumerate(parts.gradients.buckets):
-            for _ in bucket.names:
-                parts.gradients.ready(index)
+            parts.gradients.added(p)
         parts.gradients.finish()
         mine = b"".join(bucket.gradients.numpy().tobytes() for bucket in parts.gradients.buckets)
         assert comm.allgather(mine).count(mine) == 4
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_a_run_writes_the_traces_that_were_asked_for_and_where_its_ranks_are(comm, store):
+    for dp, pp in LAYOUTS[comm.size]:
+        config = run_config(
+            store,
+            run={"name": f"traced {pp}", "folder": str(store.parent / "runs"), "steps": 4},
+            mesh={"dp": dp, "pp": pp},
+            pipeline={"schedule": "zb-h1", "microbatches": 12 // dp // 2},
+            log={"trace_steps": [2, 4]},
+        )
+        train(config, comm)
+        folder = Path(config.run.folder) / config.run.name
+        assert sorted(path.name for path in (folder / "trace").iterdir()) == [
+            "step_00000002.json",
+            "step_00000004.json",
+        ]
+        for step in (2, 4):
+            replicas = read_trace(folder / "trace" / f"step_0000000{step}.json")
+            assert [(found.step, found.replica) for found in replicas] == [(step, replica) for replica in range(dp)]
+            assert all(found.schedule == make_schedule("zb-h1", pp, 12 // dp // 2) for found in replicas)
+        lines = (folder / "ranks.txt").read_text().splitlines()
+        assert [line.partition(",")[0] for line in lines] == [f"rank {r}: dp {r % dp}" for r in range(comm.size)]
+        assert f", process {os.getpid()} on " in lines[comm.rank]

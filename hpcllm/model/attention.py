@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpcllm.config import ModelConfig
+from hpcllm.model.linear import DeferredGradients, Linear
 
 
 def rotary_table(model: ModelConfig) -> Tensor:
@@ -56,17 +57,20 @@ class Attention(nn.Module):
         self.head_dim = model.head_dim
         self.grouped = model.key_value_heads != model.heads
         key_value = model.key_value_heads * model.head_dim
-        self.query = nn.Linear(model.hidden, model.hidden, bias=model.biases)
-        self.key = nn.Linear(model.hidden, key_value, bias=model.biases)
-        self.value = nn.Linear(model.hidden, key_value, bias=model.biases)
-        self.output = nn.Linear(model.hidden, model.hidden, bias=model.biases)
+        self.query = Linear(model.hidden, model.hidden, bias=model.biases)
+        self.key = Linear(model.hidden, key_value, bias=model.biases)
+        self.value = Linear(model.hidden, key_value, bias=model.biases)
+        self.output = Linear(model.hidden, model.hidden, bias=model.biases)
 
-    def forward(self, x_BTD: Tensor, table_2T1K: Tensor | None) -> Tensor:
-        """table_2T1K: the rows of `rotary_table` for these positions; None: positions were added to x before."""
+    def forward(self, x_BTD: Tensor, table_2T1K: Tensor | None, later: DeferredGradients | None = None) -> Tensor:
+        """table_2T1K: the rows of `rotary_table` for these positions; None: positions were added to x before.
+
+        later: where the linear layers leave their weight gradients; None: in .grad.
+        """
         heads = (-1, self.head_dim)
-        q_BTHK = self.query(x_BTD).unflatten(-1, heads)
-        k_BTGK = self.key(x_BTD).unflatten(-1, heads)
-        v_BTGK = self.value(x_BTD).unflatten(-1, heads)
+        q_BTHK = self.query(x_BTD, later).unflatten(-1, heads)
+        k_BTGK = self.key(x_BTD, later).unflatten(-1, heads)
+        v_BTGK = self.value(x_BTD, later).unflatten(-1, heads)
         if table_2T1K is not None:
             q_BTHK, k_BTGK = turn(q_BTHK, table_2T1K), turn(k_BTGK, table_2T1K)
         out_BHTK = functional.scaled_dot_product_attention(
@@ -76,5 +80,5 @@ class Attention(nn.Module):
             is_causal=True,
             enable_gqa=self.grouped,
         )
-        out_BTD: Tensor = self.output(out_BHTK.transpose(1, 2).flatten(2))
+        out_BTD: Tensor = self.output(out_BHTK.transpose(1, 2).flatten(2), later)
         return out_BTD

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -37,6 +38,15 @@ def build(model: ModelConfig, span: StageSpan, seed: int) -> Decoder:
     decoder = allocate(model, span)
     initialise(decoder, model, seed)
     return decoder
+
+
+def build_chunks(model: ModelConfig, spans: Sequence[StageSpan], seed: int) -> list[Decoder]:
+    """The decoders of one rank, in the order of the model; a tied embedding that is first and last is one parameter."""
+    decoders = [build(model, span, seed) for span in spans]
+    first, last = decoders[0], decoders[-1]
+    if model.tied and first.span.has_embedding and last.span.has_head:
+        last.embedding = first.embedding  # it gets the gradients of both ends, and no message has to carry one over
+    return decoders
 
 
 def allocate(model: ModelConfig, span: StageSpan) -> Decoder:

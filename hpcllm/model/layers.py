@@ -4,6 +4,8 @@
     gelu      down(gelu(up(x)))            GPT-2's shape
     swiglu    down(silu(gate(x)) * up(x))  Llama's (arXiv:2002.05202)
 
+`later` is where the linear layers leave their weight gradients, if not None: see linear.py.
+
 Shapes: B batch, T sequence, D hidden.
 """
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpcllm.config import ModelConfig
+from hpcllm.model.linear import DeferredGradients, Linear
 
 
 def norm(model: ModelConfig) -> nn.Module:
@@ -29,21 +32,21 @@ class FeedForward(nn.Module):
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.approximate = "tanh" if model.activation == "gelu_tanh" else "none"
-        self.up = nn.Linear(model.hidden, model.ffn, bias=model.biases)
-        self.down = nn.Linear(model.ffn, model.hidden, bias=model.biases)
+        self.up = Linear(model.hidden, model.ffn, bias=model.biases)
+        self.down = Linear(model.ffn, model.hidden, bias=model.biases)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        y_BTD: Tensor = self.down(functional.gelu(self.up(x_BTD), approximate=self.approximate))
+    def forward(self, x_BTD: Tensor, later: DeferredGradients | None = None) -> Tensor:
+        y_BTD: Tensor = self.down(functional.gelu(self.up(x_BTD, later), approximate=self.approximate), later)
         return y_BTD
 
 
 class GatedFeedForward(nn.Module):
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.gate = nn.Linear(model.hidden, model.ffn, bias=model.biases)
-        self.up = nn.Linear(model.hidden, model.ffn, bias=model.biases)
-        self.down = nn.Linear(model.ffn, model.hidden, bias=model.biases)
+        self.gate = Linear(model.hidden, model.ffn, bias=model.biases)
+        self.up = Linear(model.hidden, model.ffn, bias=model.biases)
+        self.down = Linear(model.ffn, model.hidden, bias=model.biases)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        y_BTD: Tensor = self.down(functional.silu(self.gate(x_BTD)) * self.up(x_BTD))
+    def forward(self, x_BTD: Tensor, later: DeferredGradients | None = None) -> Tensor:
+        y_BTD: Tensor = self.down(functional.silu(self.gate(x_BTD, later)) * self.up(x_BTD, later), later)
         return y_BTD

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpcllm.config import ModelConfig
@@ -44,10 +45,14 @@ def split_layers(model: ModelConfig, stages: int) -> list[StageSpan]:
 
     last = min(range(1, model.layers - stages + 2), key=slowest)
     share, extra = divmod(model.layers - last, stages - 1)
-    sizes = [share + (stage < extra) for stage in range(stages - 1)] + [last]
-    ends = list(itertools.accumulate(sizes))
+    return cut_layers([share + (stage < extra) for stage in range(stages - 1)] + [last])
+
+
+def cut_layers(sizes: Sequence[int]) -> list[StageSpan]:
+    """Spans of so many blocks each, in the order of the model."""
+    ends = itertools.accumulate(sizes)
     return [
-        StageSpan(end - size, end, stage == 0, stage == stages - 1)
+        StageSpan(end - size, end, stage == 0, stage == len(sizes) - 1)
         for stage, (size, end) in enumerate(zip(sizes, ends, strict=True))
     ]
 

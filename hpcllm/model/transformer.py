@@ -22,11 +22,11 @@ Shapes: B batch, T sequence, D hidden, V vocabulary, K channels a head.
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hpcllm.config import ModelConfig
 from hpcllm.model.attention import Attention, rotary_table
 from hpcllm.model.layers import feed_forward, norm
+from hpcllm.model.linear import DeferredGradients, Linear, linear
 from hpcllm.model.shapes import StageSpan
 
 
@@ -40,9 +40,9 @@ class Block(nn.Module):
         self.ffn_norm = norm(model)
         self.ffn = feed_forward(model)
 
-    def forward(self, x_BTD: Tensor, table_2T1K: Tensor | None) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), table_2T1K)
-        y_BTD: Tensor = x_BTD + self.ffn(self.ffn_norm(x_BTD))
+    def forward(self, x_BTD: Tensor, table_2T1K: Tensor | None, later: DeferredGradients | None = None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), table_2T1K, later)
+        y_BTD: Tensor = x_BTD + self.ffn(self.ffn_norm(x_BTD), later)
         return y_BTD
 
 
@@ -67,31 +67,32 @@ class Decoder(nn.Module):
         if span.has_head:
             self.final_norm = norm(model)
             if not model.tied:
-                self.head = nn.Linear(model.hidden, model.vocabulary, bias=False)
+                self.head = Linear(model.hidden, model.vocabulary, bias=False)
             elif not span.has_embedding:
                 self.embedding = nn.Embedding(model.vocabulary, model.hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, later: DeferredGradients | None = None) -> Tensor:
         """One pass through the span.
 
         x: tokens (B, T) int64 where the span has the embedding, else hidden states (B, T, D) float32;
         T <= max_sequence. Returns logits (B, T, V) float32 where the span has the head, else hidden states.
+        later: where the backward pass leaves the weight gradients of linear layers and head; None: in .grad.
         """
-        hidden_BTD = self.hidden_states(x)
-        return self.logits(hidden_BTD) if self.span.has_head else hidden_BTD
+        hidden_BTD = self.hidden_states(x, later)
+        return self.logits(hidden_BTD, later) if self.span.has_head else hidden_BTD
 
-    def hidden_states(self, x: Tensor) -> Tensor:
+    def hidden_states(self, x: Tensor, later: DeferredGradients | None = None) -> Tensor:
         """(B, T, D) float32, as they leave the span's last block. x as for `forward`."""
         x_BTD = self._embed(x) if self.span.has_embedding else x
         table_2T1K = None if self.table is None else self.table[:, : x.shape[1]]
         for block in self.blocks.values():
-            x_BTD = block(x_BTD, table_2T1K)
+            x_BTD = block(x_BTD, table_2T1K, later)
         return x_BTD
 
-    def logits(self, hidden_BTD: Tensor) -> Tensor:
+    def logits(self, hidden_BTD: Tensor, later: DeferredGradients | None = None) -> Tensor:
         """(B, T, V) float32; needs the head. Apart from `hidden_states` so that a sampler can ask for one token's."""
         weight_VD = self.embedding.weight if self.model.tied else self.head.weight
-        return functional.linear(self.final_norm(hidden_BTD), weight_VD)
+        return linear(self.final_norm(hidden_BTD), weight_VD, None, later)
 
     def _embed(self, tokens_BT: Tensor) -> Tensor:
         x_BTD: Tensor = self.embedding(tokens_BT)

@@ -4,10 +4,11 @@
     coded buckets, last one first      [   1   ][   0   ]      w:    by the codec of gradients
     exact buckets                  [  2  : e0 n1 n2 ]          each a flat float32 tensor; p.grad is a view of it
 
-Autograd adds every microbatch straight into the views. In the last microbatch's backward pass a hook counts the
-parameters whose gradient is final; a complete bucket goes to the worker thread, in bucket order, so that all replicas
-sum the same bucket at the same time. An embedding that first and last stage share comes last: it is summed over the
-replicas, then over the two ends of the pipeline. Buckets of ranks on one node lie in memory that the node shares.
+Every microbatch is added straight into the views: by autograd, which calls a hook, or later by a W of the schedule,
+which calls `added`. The schedule says how many additions a step makes, so the last one is known whatever its order; a
+bucket that is complete goes to the worker thread, in bucket order, so that all replicas sum the same bucket at the same
+time. An embedding that two ranks share comes last: it is summed over the replicas, then over the two ends of the
+pipeline. Buckets of ranks on one node lie in memory that the node shares.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Bucket:
     gradients: torch.Tensor  # (sum of sizes,) float32
     summation: Summation
     shared: bool  # the tied embedding, of which the other end of the pipeline has a copy
-    missing: int = 0  # parameters whose gradient is not final yet
+    additions: int  # that a step makes to these gradients
+    missing: int = 0  # of them, in this step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,23 +60,19 @@ class GradientBuckets:
     _step: int = 0
     _exact: bool = False
     _next: int = 0
-    _armed: bool = False
+    _home: dict[torch.Tensor, Bucket] = field(default_factory=dict)
 
-    def zero(self) -> None:
-        for bucket in self.buckets:
-            bucket.gradients.zero_()
-
-    def arm(self, step: int, exact: bool) -> None:
-        """From here on a final gradient counts: call before the backward pass of the last microbatch."""
-        self._armed, self._next, self._step, self._exact = True, 0, step, exact
+    def begin(self, step: int, exact: bool) -> None:
+        """Set the gradients to zero for a new step; exact: they are summed without a codec."""
+        self._next, self._step, self._exact = 0, step, exact
         self._sum_s, self._exposed_s = 0.0, self.worker.exposed_s
         for bucket in self.buckets:
-            bucket.missing = len(bucket.names)
+            bucket.gradients.zero_()
+            bucket.missing = bucket.additions
 
     def finish(self) -> None:
         """Every gradient is summed when this returns. Collective over the mesh. Raises StallError."""
-        assert self._next == len(self.buckets), "a parameter got no gradient"
-        self._armed = False
+        assert not any(bucket.missing for bucket in self.buckets), "a parameter got more or fewer gradients than said"
         self.worker.finish()
         self.hidden_s += max(0.0, self._sum_s - (self.worker.exposed_s - self._exposed_s))
 
@@ -87,15 +85,18 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.gradients.mul_(factor)
 
-    def ready(self, index: int) -> None:
-        """One more gradient of a bucket is final; submit the buckets that this completes, in order."""
-        if not self._armed:
-            return
-        self.buckets[index].missing -= 1
+    def added(self, parameter: torch.Tensor) -> None:
+        """A microbatch was added to the parameter's .grad; submit the buckets that this completes, in order."""
+        self._home[parameter].missing -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             bucket = self.buckets[self._next]
             self._next += 1
             self.worker.submit(partial(self._sum, bucket))
+
+    def hook_up(self, parameter: torch.nn.Parameter, bucket: Bucket) -> None:
+        """Count autograd's additions to a parameter of the bucket."""
+        self._home[parameter] = bucket
+        parameter.register_post_accumulate_grad_hook(self.added)  # type: ignore[no-untyped-call]
 
     def _sum(self, bucket: Bucket) -> None:
         start = time.perf_counter()
@@ -105,6 +106,7 @@ class GradientBuckets:
 
 def make_buckets(
     parameters: Mapping[str, torch.nn.Parameter],
+    additions: Mapping[str, int],
     shared: str | None,
     plan: BucketPlan,
     replicas: Group,
@@ -113,26 +115,21 @@ def make_buckets(
 ) -> GradientBuckets:
     """Lay the gradients of `parameters` (in forward order) out in buckets and hook them up.
 
+    additions: how many times a step adds to a parameter's gradient, by name; the hook counts one a backward pass.
     shared: the parameter of which the other end of the pipeline has a copy, if there is one. memory: n -> (n,) float32
     of zeros; collective over replicas where it takes memory that a node shares.
     """
-    buckets = []
+    result = GradientBuckets([])
     for number, names in enumerate(_groups(parameters, shared, plan)):
         gradients = _flatten((parameters[name] for name in names), memory)
         codec = "raw" if is_exact(names[0], plan.exact) else plan.codec
         over = (replicas, ends) if names == [shared] else (replicas,)
         summation = Summation(over, codec, plan.algorithm, (plan.seed, number))
-        buckets.append(Bucket(names, gradients, summation, names == [shared]))
-    result = GradientBuckets(buckets)
-    for index, bucket in enumerate(buckets):
-        for name in bucket.names:
-            _on_final_gradient(parameters[name], partial(result.ready, index))
+        bucket = Bucket(names, gradients, summation, names == [shared], sum(additions[name] for name in names))
+        result.buckets.append(bucket)
+        for name in names:
+            result.hook_up(parameters[name], bucket)
     return result
-
-
-def _on_final_gradient(parameter: torch.nn.Parameter, call: Callable[[], None]) -> None:
-    """Call after each backward pass that added to the parameter's .grad."""
-    parameter.register_post_accumulate_grad_hook(lambda _: call())  # type: ignore[no-untyped-call]
 
 
 def _groups(parameters: Mapping[str, torch.nn.Parameter], shared: str | None, plan: BucketPlan) -> list[list[str]]:

@@ -1,99 +1,124 @@
-"""The engine: one flat loop that runs any schedule of one stage.
+"""The engine: one flat loop that runs the actions of one rank, whatever the schedule.
 
-    tokens --> F m --> SEND_F m --> ... --> last stage: F m is the loss --> B m --> SEND_B m --> ... --> B m on stage 0
+    RECV_F3 ...> F3 ---> SEND_F3          between two chunks of one rank:   F3 ---> F3.1     handed over,
+    RECV_B3 ...> B3 ---> SEND_B3                                            B3 <--- B3.1     not a message
 
-What a stage keeps between F m and B m is one pair (input, output); it is freed by B m, or at once in validation. Which
-rank is first or last stands in the schedule's messages and in what the stage computes, not in branches of the loop.
+What is first or last stands in the schedule's messages and in what a chunk computes, not in branches of the loop. A
+buffer that something was received into goes back to the link as soon as the work that reads it is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
-from hpcllm.model.loss import cross_entropy_sum
-from hpcllm.model.transformer import Decoder
 from hpcllm.pipeline.actions import Action, Op
+from hpcllm.pipeline.chunk import Chunk
 from hpcllm.pipeline.link import Link
+from hpcllm.pipeline.messages import other_end
+from hpcllm.pipeline.schedules import Schedule
+
+T = TypeVar("T")
+Record = Callable[[str, str, float, float], None]  # "compute" or "wait", what, and from when to when, perf_counter's
 
 
 @dataclass
 class Engine:
-    """Runs the microbatches of one step through one stage."""
+    """Runs the microbatches of one step through the chunks of one rank."""
 
-    decoder: Decoder
+    chunks: Sequence[Chunk]
     link: Link
-    _inputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    _outputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    _to_send: dict[int, torch.Tensor] = field(default_factory=dict)
-    _loss: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    added: Callable[[torch.Tensor], None] = lambda _: None  # told of each .grad that a W has added to
+    record: Record | None = None
+    peak_live: int = 0  # activations of a microbatch in a chunk, the most that were kept at once in the last run
+    _split: frozenset[tuple[int, int]] = frozenset()  # microbatch and chunk of which the backward pass is in two
+    _here: dict[Action, torch.Tensor] = field(default_factory=dict)  # by its RECV: what another chunk handed over
+    _taken: dict[Action, torch.Tensor] = field(default_factory=dict)  # by its RECV: what the link wants back
+    _outgoing: dict[Action, torch.Tensor] = field(default_factory=dict)  # by its SEND
 
-    def run(
-        self,
-        actions: Iterable[Action],
-        inputs: torch.Tensor,
-        targets: torch.Tensor,
-        scale: float,
-        before_backward: Callable[[int], None] = lambda _: None,
-    ) -> float:
-        """Run a schedule over inputs and targets (microbatches, size, sequence) int64. Raises StallError.
+    def run(self, schedule: Schedule, inputs: torch.Tensor, targets: torch.Tensor, scale: float) -> float:
+        """Run a checked schedule over inputs and targets (microbatches, size, sequence) int64. Raises StallError.
 
         Gradients of `scale` times the summed loss are added to the parameters' .grad; a target of loss.IGNORED does
-        not count. before_backward(m) is called before the backward pass of microbatch m. Returns the summed loss; 0 on
-        all but the last stage.
+        not count. Collective over the pipeline. Returns the summed loss; 0 on all ranks but that of the last stage.
         """
-        self._loss.zero_()
+        actions = schedule.actions[self.link.mesh.pp.rank]
+        self._split = frozenset((a.microbatch, a.chunk) for a in actions if a.op is Op.BACKWARD_INPUT)
+        self.peak_live = 0
+        for chunk in self.chunks:
+            chunk.loss.zero_()
         for action in actions:
-            m = action.microbatch
             match action.op:
-                case Op.RECV_FORWARD:
-                    self.link.receive(Op.FORWARD, m)
+                case Op.RECV_FORWARD | Op.RECV_BACKWARD:
+                    self.link.receive(action)
+                case Op.SEND_FORWARD | Op.SEND_BACKWARD:
+                    self.link.send(action, self._outgoing.pop(action))
                 case Op.FORWARD:
-                    self._forward(m, inputs[m], targets[m], scale)
-                case Op.SEND_FORWARD:
-                    keep = torch.is_grad_enabled()
-                    self.link.send(Op.FORWARD, m, self._outputs[m] if keep else self._outputs.pop(m))
-                case Op.RECV_BACKWARD:
-                    self.link.receive(Op.BACKWARD, m)
-                case Op.BACKWARD:
-                    before_backward(m)
-                    self._backward(m)
-                case Op.SEND_BACKWARD:
-                    self.link.send(Op.BACKWARD, m, self._to_send.pop(m))
-        self.link.finish()
-        self._outputs.clear()  # losses that had no backward pass
-        return self._loss.item()
+                    self._forward(action, inputs[action.microbatch], targets[action.microbatch], scale)
+                case Op.BACKWARD | Op.BACKWARD_INPUT:
+                    self._backward(action)
+                case Op.BACKWARD_WEIGHT:
+                    self._weights(action)
+        self._timed("wait", "sends", self.link.finish)
+        return sum(chunk.loss.item() for chunk in self.chunks)
 
-    def _forward(self, m: int, tokens: torch.Tensor, targets: torch.Tensor, scale: float) -> None:
-        x = tokens
-        if not self.decoder.span.has_embedding:
-            x = self._inputs[m] = self.link.take(Op.FORWARD, m).requires_grad_(torch.is_grad_enabled())
-        output = self.decoder(x)
-        if self.decoder.span.has_head:
-            loss = cross_entropy_sum(output, targets)
-            self._loss += loss.detach()
-            output = loss * scale
-        self._outputs[m] = output
-        if not torch.is_grad_enabled() and m in self._inputs:
-            self._release(self._inputs.pop(m))  # no backward pass will ask for it
+    def _forward(self, action: Action, tokens: torch.Tensor, targets: torch.Tensor, scale: float) -> None:
+        m, chunk = action.microbatch, self.chunks[action.chunk]
+        is_first, is_last = chunk.decoder.span.has_embedding, chunk.decoder.span.has_head
+        receive = Action(Op.RECV_FORWARD, m, action.chunk)
+        x = tokens if is_first else self._arrived(receive)
+        split = (m, action.chunk) in self._split
+        output = self._timed("compute", str(action), lambda: chunk.forward(m, x, targets, scale, split))
+        self.peak_live = max(self.peak_live, sum(chunk.live for chunk in self.chunks))
+        if not is_last:
+            self._pass_on(Action(Op.SEND_FORWARD, m, action.chunk), output)
+        if not torch.is_grad_enabled():
+            self._release(receive)  # no backward pass will ask for it
 
-    def _backward(self, m: int) -> None:
-        output = self._outputs.pop(m)
-        if self.decoder.span.has_head:
-            output.backward()  # type: ignore[no-untyped-call]
+    def _backward(self, action: Action) -> None:
+        m, chunk = action.microbatch, self.chunks[action.chunk]
+        receive = Action(Op.RECV_BACKWARD, m, action.chunk)
+        gradient = None if chunk.decoder.span.has_head else self._arrived(receive)
+        input_gradient = self._timed("compute", str(action), lambda: chunk.backward(m, gradient))
+        if action.op is Op.BACKWARD:
+            self._release(receive)
+        self._release(Action(Op.RECV_FORWARD, m, action.chunk))  # W reads what the first norm made of it, not it
+        if input_gradient is not None:
+            self._pass_on(Action(Op.SEND_BACKWARD, m, action.chunk), input_gradient)
+
+    def _weights(self, action: Action) -> None:
+        chunk = self.chunks[action.chunk]
+        self._timed("compute", str(action), lambda: chunk.weights(action.microbatch, self.added))
+        # not at I: through the residual path the last layer's output gradient is what was received, not a copy
+        self._release(Action(Op.RECV_BACKWARD, action.microbatch, action.chunk))
+
+    def _arrived(self, receive: Action) -> torch.Tensor:
+        """What a RECV brings, or what another chunk of this rank has handed over in its place."""
+        if receive in self._here:
+            return self._here.pop(receive)
+        self._taken[receive] = self._timed("wait", str(receive), lambda: self.link.take(receive))
+        return self._taken[receive]
+
+    def _pass_on(self, send: Action, tensor: torch.Tensor) -> None:
+        """Keep a tensor for its SEND, or hand it over if the next virtual stage is on this rank."""
+        peer, receive = other_end(self.link.placement, self.link.mesh.pp.rank, send)
+        if peer == self.link.mesh.pp.rank:
+            self._here[receive] = tensor
         else:
-            gradient = self.link.take(Op.BACKWARD, m)
-            output.backward(gradient)  # type: ignore[no-untyped-call]
-            self.link.release(gradient)
-        if not self.decoder.span.has_embedding:
-            x = self._inputs.pop(m)
-            assert x.grad is not None
-            self._to_send[m] = x.grad
-            self._release(x)
+            self._outgoing[send] = tensor
 
-    def _release(self, x: torch.Tensor) -> None:
-        """Give an input's memory back to the link."""
-        x.grad = None
-        self.link.release(x.requires_grad_(False))
+    def _release(self, receive: Action) -> None:
+        """Give the memory of a RECV back to the link, if it was one."""
+        if receive in self._taken:
+            self.link.release(self._taken.pop(receive))
+
+    def _timed(self, kind: str, what: str, work: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        result = work()
+        if self.record:
+            self.record(kind, what, start, time.perf_counter())
+        return result

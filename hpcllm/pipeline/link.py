@@ -1,20 +1,21 @@
-"""The wires of one stage: activations come from the stage before, their gradients from the stage after.
+"""The wires of one rank: activations come from the virtual stage before, their gradients from the one after.
 
-        previous stage          this stage            next stage
-        --- RECV_F m -->  take(FORWARD, m)
-                                forward  --- SEND_F m -->
-                          take(BACKWARD, m)  <-- RECV_B m ---
-        <-- SEND_B m ---        backward
+        stage before              this stage             stage after
+        --- RECV_F3 -->  take(RECV_F3)
+                                forward  --- SEND_F3 -->
+                         take(RECV_B3)   <-- RECV_B3 ---
+        <-- SEND_B3 ---         backward
 
     tensor --codec of the wire--> bytes ~~~~> bytes --decode, at take--> tensor          raw: no copy on either side
 
-Nothing here blocks but `take` and `finish`: neighbours may send to each other at once. Buffers come from a pool and go
+Nothing here blocks but `take` and `finish`: two ranks may send to each other at once. Buffers come from a pool and go
 back to it when their microbatch is done; what is sent is kept until its message has left.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -24,43 +25,64 @@ from mpi4py import MPI
 from hpcllm import buffers
 from hpcllm.codecs import Codec, find_codec
 from hpcllm.mesh import Mesh
-from hpcllm.pipeline.actions import Op
+from hpcllm.pipeline.actions import Action, Op, message_tag
+from hpcllm.pipeline.messages import other_end
+from hpcllm.pipeline.placement import Placement
 from hpcllm.waiting import Waits
 
-WAY = {Op.FORWARD: "activation", Op.BACKWARD: "gradient"}
-Codecs = dict[tuple[Op, int], str]  # what travels, and the stage at the other end -> codec
+FORWARD, BACKWARD = Op.FORWARD, Op.BACKWARD  # which way a message goes
+WAYS = {
+    Op.RECV_FORWARD: FORWARD,
+    Op.SEND_FORWARD: FORWARD,
+    Op.RECV_BACKWARD: BACKWARD,
+    Op.SEND_BACKWARD: BACKWARD,
+}
+CARGO = {FORWARD: "activation", BACKWARD: "gradient"}
+Codecs = dict[tuple[Op, int], str]  # way, and the rank at the other end -> codec
+
+
+@dataclass(frozen=True)
+class Message:
+    """One that is on its way."""
+
+    action: Action  # of this rank: its RECV or SEND
+    peer: int  # the rank of the pipeline at the other end
+    requests: list[MPI.Request]
+    memory: torch.Tensor  # what it is read from or lands in
+    codec: Codec
+    since_s: float = field(default_factory=time.perf_counter)  # when it was started
 
 
 @dataclass
 class Link:
-    """Messages of one stage with its neighbours; every message has the shape (microbatch, sequence, hidden) float32."""
+    """Messages of one rank of a pipeline; every one has the shape (microbatch, sequence, hidden) float32."""
 
     mesh: Mesh
+    placement: Placement
     shape: tuple[int, ...]
     waits: Waits
     codecs: Codecs = field(default_factory=dict)  # raw where nothing is said
     exact: bool = False  # while true all messages are raw, whatever `codecs` says; the same on both sides
-    plain_bytes: dict[Op, int] = field(default_factory=lambda: dict.fromkeys(WAY, 0))
-    sent_bytes: dict[Op, int] = field(default_factory=lambda: dict.fromkeys(WAY, 0))
+    plain_bytes: dict[Op, int] = field(default_factory=lambda: dict.fromkeys(CARGO, 0))
+    sent_bytes: dict[Op, int] = field(default_factory=lambda: dict.fromkeys(CARGO, 0))
+    coming: dict[Action, Message] = field(default_factory=dict)  # by its RECV
+    leaving: list[Message] = field(default_factory=list)
     _free: defaultdict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))  # by size
-    _coming: dict[tuple[Op, int], tuple[list[MPI.Request], torch.Tensor, Codec]] = field(default_factory=dict)
-    _leaving: list[tuple[list[MPI.Request], torch.Tensor, Op]] = field(default_factory=list)
 
-    def receive(self, way: Op, microbatch: int) -> None:
-        """Start receiving; `take` hands the tensor out."""
-        codec = self._codec(way, self._source(way))
+    def receive(self, action: Action) -> None:
+        """Start a RECV; `take` hands the tensor out."""
+        peer, _ = self._other_end(action)
+        codec = self._codec(action, peer)
         landing = self._buffer(codec.encoded_bytes(math.prod(self.shape)))
-        requests = buffers.irecv(self.mesh.pp, landing, self._source(way), _tag(way, microbatch))
-        self._coming[way, microbatch] = requests, landing, codec
+        requests = buffers.irecv(self.mesh.pp, landing, peer, self._tag(action, action.chunk))
+        self.coming[action] = Message(action, peer, requests, landing, codec)
 
-    def take(self, way: Op, microbatch: int) -> torch.Tensor:
-        """The tensor that a `receive` was started for, once here; to be handed back by `release`. Raises StallError."""
-        requests, landing, codec = self._coming[way, microbatch]
-        self.waits.all(
-            requests,
-            lambda: f"the {WAY[way]} of microbatch {microbatch} from {self.mesh.describe_stage(self._source(way))}",
-        )
-        del self._coming[way, microbatch]  # not before: a message later than the limit must not land in freed memory
+    def take(self, action: Action) -> torch.Tensor:
+        """The tensor of a RECV that was started, once it is here; to be handed back by `release`. Raises StallError."""
+        message = self.coming[action]
+        self.waits.all(message.requests, lambda: self.describe(message))
+        del self.coming[action]  # not before: a message later than the limit must not land in freed memory
+        codec, landing = message.codec, message.memory
         if codec.name == "raw":
             return self._tensor(landing)
         tensor = self._tensor(self._buffer(4 * math.prod(self.shape)))
@@ -72,39 +94,56 @@ class Link:
         """Give a taken buffer back to the pool; nobody may read it after this."""
         self._free[buffer.nbytes].append(buffers.as_bytes(buffer))
 
-    def send(self, way: Op, microbatch: int, tensor: torch.Tensor) -> None:
-        """Start sending to the next stage (FORWARD) or the previous one (BACKWARD)."""
+    def send(self, action: Action, tensor: torch.Tensor) -> None:
+        """Start a SEND; the tensor must not change until its message has left."""
         self._reap()
-        codec = self._codec(way, self._target(way))
+        peer, receive = self._other_end(action)
+        codec = self._codec(action, peer)
         kept = tensor.detach().contiguous()
         data = kept
         if codec.name != "raw":
             kept = self._buffer(codec.encoded_bytes(tensor.numel()))
             data = codec.encode(tensor.detach().contiguous().view(-1), kept)
-        requests = buffers.isend(self.mesh.pp, data, self._target(way), _tag(way, microbatch))
-        self._leaving.append((requests, kept, way))
-        self.plain_bytes[way] += tensor.nbytes
-        self.sent_bytes[way] += data.nbytes
+        requests = buffers.isend(self.mesh.pp, data, peer, self._tag(action, receive.chunk))
+        self.leaving.append(Message(action, peer, requests, kept, codec))
+        self.plain_bytes[WAYS[action.op]] += tensor.nbytes
+        self.sent_bytes[WAYS[action.op]] += data.nbytes
 
     def finish(self) -> None:
         """Wait until everything sent has left. Raises StallError."""
-        for requests, _, way in self._leaving:
-            peer = self._target(way)
-            self.waits.all(requests, lambda peer=peer: f"{self.mesh.describe_stage(peer)} to take its messages")  # type: ignore[misc]
+        for message in self.leaving:
+            self.waits.all(message.requests, lambda message=message: self.describe(message))  # type: ignore[misc]
         self._reap()
+
+    def describe(self, message: Message) -> str:
+        """'the activation of microbatch 3 from stage 1 (rank 5), RECV_F3 posted 31.4 s ago'."""
+        _, theirs = self._other_end(message.action)
+        virtual = self.placement.stage(message.peer, theirs.chunk)
+        stage = f"stage {virtual} (rank {self.mesh.world_rank(message.peer)})"
+        what = f"the {CARGO[WAYS[message.action.op]]} of microbatch {message.action.microbatch}"
+        posted = f"{message.action} posted {time.perf_counter() - message.since_s:.1f} s ago"
+        if theirs.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD):
+            return f"{what} from {stage}, {posted}"
+        return f"{stage} to take {what}, {posted}"
 
     def _reap(self) -> None:
         """Forget what has left; encoded bytes lie in our own buffers, which are used again."""
         still = []
-        for entry in self._leaving:
-            if not MPI.Request.Testall(entry[0]):
-                still.append(entry)
-            elif entry[1].dtype == torch.uint8:
-                self.release(entry[1])
-        self._leaving = still
+        for message in self.leaving:
+            if not MPI.Request.Testall(message.requests):
+                still.append(message)
+            elif message.codec.name != "raw":
+                self.release(message.memory)
+        self.leaving = still
 
-    def _codec(self, way: Op, peer: int) -> Codec:
-        return find_codec("raw" if self.exact else self.codecs.get((way, peer), "raw"))
+    def _other_end(self, action: Action) -> tuple[int, Action]:
+        return other_end(self.placement, self.mesh.pp.rank, action)
+
+    def _tag(self, action: Action, receiving_chunk: int) -> int:
+        return message_tag(action.microbatch, receiving_chunk, self.placement.chunks, WAYS[action.op] is BACKWARD)
+
+    def _codec(self, action: Action, peer: int) -> Codec:
+        return find_codec("raw" if self.exact else self.codecs.get((WAYS[action.op], peer), "raw"))
 
     def _buffer(self, size_bytes: int) -> torch.Tensor:
         free = self._free[size_bytes]
@@ -112,14 +151,3 @@ class Link:
 
     def _tensor(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer.view(torch.float32).view(self.shape)
-
-    def _source(self, way: Op) -> int:
-        return self.mesh.pp.rank + (-1 if way is Op.FORWARD else 1)
-
-    def _target(self, way: Op) -> int:
-        return self.mesh.pp.rank + (1 if way is Op.FORWARD else -1)
-
-
-def _tag(way: Op, microbatch: int) -> int:
-    # the standard's smallest upper bound of tags is 32767; messages of one pair stay in order, so wrapping is safe
-    return (2 * microbatch + (way is Op.BACKWARD)) % 32768

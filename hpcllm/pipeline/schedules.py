@@ -1,82 +1,184 @@
-"""Pipeline schedules as pure generators of typed actions: the order of work of one stage, then its messages.
+"""Pipeline schedules as data: what each rank does, in which order, its messages included.
 
-1F1B, 3 stages, 4 microbatches, one tick a cell:          GPipe, the same:
-stage 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3             F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
-stage 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .              .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
-stage 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .              .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
+    make_schedule("1f1b", ranks=2, microbatches=2)       orders.py: the work       posting.py: the messages
 
-Both idle (p - 1) / (m + p - 1) of the time for p stages and m microbatches of equal work; 1F1B holds at most p
-activations, GPipe m. Sources: GPipe arXiv:1811.06965 section 2.3; 1F1B arXiv:1806.03377 section 3.2.
+    rank 0: F0 RECV_B0 SEND_F0 F1 RECV_B1 SEND_F1 B0 B1
+    rank 1: RECV_F0 F0 RECV_F1 B0 SEND_B0 F1 B1 SEND_B1
+
+The engine runs it, the checker proves it, the clock times it, the drawing shows it. As text it can be kept, changed by
+hand and read again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import cast, get_args
 
-from hpcllm.pipeline.actions import Action, Op
+from hpcllm.errors import ScheduleError
+from hpcllm.pipeline import orders
+from hpcllm.pipeline.actions import COMPUTE, Action
+from hpcllm.pipeline.placement import Placement, PlacementKind
+from hpcllm.pipeline.posting import with_messages
 
-
-def gpipe(stage: int, stages: int, microbatches: int) -> Iterator[Action]:  # noqa: ARG001 -- every stage does the same
-    """All forward passes, then all backward passes in the same order."""
-    for m in range(microbatches):
-        yield Action(Op.FORWARD, m)
-    for m in range(microbatches):
-        yield Action(Op.BACKWARD, m)
-
-
-def one_f_one_b(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
-    """Fill the pipe, alternate, drain it."""
-    warmup = min(stages - 1 - stage, microbatches)
-    for m in range(warmup):
-        yield Action(Op.FORWARD, m)
-    for m in range(warmup, microbatches):
-        yield Action(Op.FORWARD, m)
-        yield Action(Op.BACKWARD, m - warmup)
-    for m in range(microbatches - warmup, microbatches):
-        yield Action(Op.BACKWARD, m)
+MOST_PASSES = 1 << 22  # microbatches x virtual stages; more would take minutes and gigabytes to plan
+LONGEST = 40  # characters of a strange word that an error repeats
 
 
-def forward_only(stage: int, stages: int, microbatches: int) -> Iterator[Action]:  # noqa: ARG001
-    """Validation: nothing comes back."""
-    for m in range(microbatches):
-        yield Action(Op.FORWARD, m)
+@dataclass(frozen=True)
+class Schedule:
+    """All microbatches and chunks are in range; the checker says whether it runs to its end. Raises ScheduleError."""
+
+    name: str
+    placement: Placement
+    microbatches: int
+    actions: tuple[tuple[Action, ...], ...]  # of each rank, messages included
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.placement, self.microbatches)
+        if not self.name.isprintable() or self.name.strip() != self.name or not self.name:
+            raise ScheduleError(f"a schedule's name is one line of printable characters, not {_short(self.name)}")
+        if len(self.actions) != self.placement.ranks:
+            raise ScheduleError(f"a schedule for {self.placement.ranks} ranks has actions of {len(self.actions)}")
+        for rank, row in enumerate(self.actions):
+            for action in row:
+                if wrong := _out_of_range(action, self.placement, self.microbatches):
+                    raise ScheduleError(f"rank {rank}: {wrong}")
+
+    def work(self) -> list[list[Action]]:
+        """The compute actions of each rank."""
+        return [[action for action in row if action.op in COMPUTE] for row in self.actions]
+
+    def text(self) -> str:
+        """What read_schedule reads."""
+        head = (self.name, self.placement.ranks, self.placement.chunks, self.placement.kind, self.microbatches)
+        lines = [f"{key} {value}" for key, value in zip(HEADER, head, strict=True)]
+        lines += [f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(self.actions)]
+        return "\n".join(lines) + "\n"
 
 
-Schedule = Callable[[int, int, int], Iterator[Action]]  # (stage, stages, microbatches) -> the stage's work
-SCHEDULES: dict[str, Schedule] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+@dataclass(frozen=True)
+class Kind:
+    """A schedule that has a name: who does what when, and for which chunks."""
+
+    order: Callable[[Placement, int, int], Iterator[Action]]  # placement, microbatches, rank -> its work
+    placement: Placement  # of one rank, with the usual chunks
+    any_chunks: bool = False
 
 
-def stage_actions(schedule: Schedule, stage: int, stages: int, microbatches: int) -> list[Action]:
-    """All that one stage does in a step: its work and its messages."""
-    return list(with_messages(schedule(stage, stages, microbatches), stage, stages))
+SCHEDULES = {
+    "gpipe": Kind(orders.gpipe, Placement(1)),
+    "1f1b": Kind(orders.one_f_one_b, Placement(1)),
+    "interleaved": Kind(orders.interleaved, Placement(1, 2), any_chunks=True),
+    "zb-h1": Kind(orders.zb_h1, Placement(1)),
+    "zb-v": Kind(orders.zb_v, Placement(1, 2, "v")),
+}
 
 
-def with_messages(work: Iterable[Action], stage: int, stages: int) -> Iterator[Action]:
-    """Add the messages: a receive starts one action before its work, so it lands meanwhile; a send follows its work."""
-    actions = list(work)
-    if actions:
-        yield from _receives(actions[0], stage, stages)
-    for action, following in zip(actions, [*actions[1:], None], strict=True):
-        if following:
-            yield from _receives(following, stage, stages)
+def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    """The schedule of a name in SCHEDULES; chunks None: the usual ones. Raises ScheduleError."""
+    if name not in SCHEDULES:
+        raise ScheduleError(f"there is no schedule {_short(name)}; there are {', '.join(SCHEDULES)}")
+    kind = SCHEDULES[name]
+    usual = kind.placement.chunks
+    placement = replace(kind.placement, ranks=ranks, chunks=usual if chunks is None else chunks)
+    _check_sizes(placement, microbatches)
+    if placement.chunks != usual and not kind.any_chunks:
+        raise ScheduleError(
+            f"{name} divides a rank's part of the model into {usual} chunk{'s' * (usual > 1)}, not {chunks}; "
+            f"chunks = {usual} works, and so does interleaved with chunks = {chunks}"
+        )
+    work = [list(kind.order(placement, microbatches, rank)) for rank in range(ranks)]
+    return Schedule(name, placement, microbatches, with_messages(placement, work))
+
+
+def forward_only(placement: Placement, microbatches: int) -> Schedule:
+    """Validation: nothing comes back. Raises ScheduleError."""
+    _check_sizes(placement, microbatches)
+    work = orders.forward(placement, microbatches)
+    return Schedule("forward-only", placement, microbatches, with_messages(placement, work))
+
+
+HEADER = ("schedule", "ranks", "chunks", "placement", "microbatches")
+FORM = f"a line is one of {', '.join(HEADER)} with its value, 'rank 0:' and the rank's actions, or a comment after #"
+
+
+def read_schedule(text: str) -> Schedule:
+    """A schedule from text, as Schedule.text writes it; if there is no message in it, messages are added.
+
+    Raises ScheduleError with line and word. The checker is yet to say whether it runs to its end.
+    """
+    head: dict[str, tuple[int, str]] = {}  # key -> line number and value
+    rows: list[tuple[int, str]] = []  # line number and actions of each rank
+    for number, line in enumerate(text.splitlines(), start=1):
+        if rank := re.match(r"\s*rank (\d{1,9}):", line, re.ASCII):
+            if int(rank[1]) != len(rows):
+                raise ScheduleError(f"line {number}: rank {int(rank[1])}, but rank {len(rows)} comes next")
+            rows.append((number, line[rank.end() :]))
+        elif line.strip() and not line.lstrip().startswith("#"):
+            key, value = _key_value(number, line.strip(), head)
+            head[key] = number, value
+    if missing := [key for key in HEADER if key not in head]:
+        raise ScheduleError(f"no line of the schedule says {' or '.join(missing)}; {FORM}")
+    return _assembled(head, rows)
+
+
+def _key_value(number: int, line: str, known: Collection[str]) -> tuple[str, str]:
+    key, _, value = line.partition(" ")
+    if key not in HEADER or key in known:
+        raise ScheduleError(f"line {number}: {'a second ' if key in known else ''}{_short(key)}; {FORM}")
+    return key, value.strip()
+
+
+def _assembled(head: dict[str, tuple[int, str]], rows: list[tuple[int, str]]) -> Schedule:
+    ranks, chunks, microbatches = (_count(key, *head[key]) for key in ("ranks", "chunks", "microbatches"))
+    number, kind = head["placement"]
+    if kind not in get_args(PlacementKind):
+        raise ScheduleError(f"line {number}: placement {_short(kind)}; it is {' or '.join(get_args(PlacementKind))}")
+    placement = Placement(ranks, chunks, cast(PlacementKind, kind))
+    _check_sizes(placement, microbatches)
+    actions = tuple(tuple(_actions(number, line, placement, microbatches)) for number, line in rows)
+    schedule = Schedule(head["schedule"][1], placement, microbatches, actions)
+    if schedule.work() == [list(row) for row in actions]:
+        schedule = replace(schedule, actions=with_messages(placement, actions))
+    return schedule
+
+
+def _actions(number: int, line: str, placement: Placement, microbatches: int) -> Iterator[Action]:
+    for place, word in enumerate(line.split(), start=1):
+        try:
+            action = Action.parse(word if len(word) < LONGEST else word[:LONGEST] + "...")
+        except ValueError as error:
+            raise ScheduleError(f"line {number}, word {place}: {error}") from error
+        if wrong := _out_of_range(action, placement, microbatches):
+            raise ScheduleError(f"line {number}, word {place}: {wrong}")
         yield action
-        yield from _sends(action, stage, stages)
 
 
-def bubble(stages: int, microbatches: int) -> float:
-    """Share of a step that each stage idles under gpipe or 1f1b, arXiv:2104.04473 section 2.2."""
-    return (stages - 1) / (microbatches + stages - 1)
+def _count(key: str, number: int, value: str) -> int:
+    if not re.fullmatch(r"\d{1,9}", value, re.ASCII):
+        raise ScheduleError(f"line {number}: {key} {_short(value)}; it is a number from 1")
+    return int(value)
 
 
-def _receives(action: Action, stage: int, stages: int) -> Iterator[Action]:
-    if action.op is Op.FORWARD and stage > 0:
-        yield Action(Op.RECV_FORWARD, action.microbatch)
-    if action.op is Op.BACKWARD and stage < stages - 1:
-        yield Action(Op.RECV_BACKWARD, action.microbatch)
+def _check_sizes(placement: Placement, microbatches: int) -> None:
+    sizes = {"ranks": placement.ranks, "chunks": placement.chunks, "microbatches": microbatches}
+    if low := [f"{key} = {value}" for key, value in sizes.items() if value < 1]:
+        raise ScheduleError(f"a schedule with {', '.join(low)} does not exist; the least is 1")
+    if placement.stages * microbatches > MOST_PASSES:
+        asked = " x ".join(f"{value} {key}" for key, value in sizes.items())
+        raise ScheduleError(f"{asked} is more than the {MOST_PASSES} forward passes that a schedule can have")
 
 
-def _sends(action: Action, stage: int, stages: int) -> Iterator[Action]:
-    if action.op is Op.FORWARD and stage < stages - 1:
-        yield Action(Op.SEND_FORWARD, action.microbatch)
-    if action.op is Op.BACKWARD and stage > 0:
-        yield Action(Op.SEND_BACKWARD, action.microbatch)
+def _out_of_range(action: Action, placement: Placement, microbatches: int) -> str:
+    """What is wrong with an action's numbers, or nothing."""
+    if not 0 <= action.microbatch < microbatches:
+        return f"{action}, but microbatches go from 0 to {microbatches - 1}"
+    if not 0 <= action.chunk < placement.chunks:
+        return f"{action}, but chunks go from 0 to {placement.chunks - 1}"
+    return ""
+
+
+def _short(word: str) -> str:
+    return repr(word if len(word) < LONGEST else word[:LONGEST] + "...")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -50,13 +51,16 @@ def decoder():
 
 
 def buckets_of(
-    model, mesh, bucket_bytes: float, algorithm: str = "ring", codec: str = "raw", exact: str = ""
+    model, mesh, bucket_bytes: float, algorithm: str = "ring", codec: str = "raw", exact: str = "", additions: int = 2
 ) -> GradientBuckets:
+    """additions: backward passes a step."""
     shared = "embedding.weight" if mesh.ends.size > 1 else None
     plan = BucketPlan(bucket_bytes=bucket_bytes, codec=codec, exact=exact, algorithm=algorithm, seed=5)
     replicas = group_of(mesh.dp)
     memory = lambda n: shared_zeros(n, replicas)  # noqa: E731
-    return make_buckets(dict(model.named_parameters()), shared, plan, replicas, group_of(mesh.ends), memory)
+    parameters = dict(model.named_parameters())
+    counts = dict.fromkeys(parameters, additions)
+    return make_buckets(parameters, counts, shared, plan, replicas, group_of(mesh.ends), memory)
 
 
 def loss_of(model, replica: int, microbatch: int) -> torch.Tensor:
@@ -68,10 +72,8 @@ def loss_of(model, replica: int, microbatch: int) -> torch.Tensor:
 def one_step(
     model, buckets: GradientBuckets, replica: int, microbatches: int = 2, step: int = 0, exact: bool = False
 ) -> None:
-    buckets.zero()
+    buckets.begin(step, exact)
     for m in range(microbatches):
-        if m == microbatches - 1:
-            buckets.arm(step, exact)
         loss_of(model, replica, m).backward()
     buckets.finish()
 
@@ -111,9 +113,8 @@ def test_a_shared_embedding_gets_the_sum_of_both_ends(comm):
     """Stage s brings the constant 10^s on every parameter; only the shared embedding crosses stages."""
     with open_mesh(comm, MeshConfig(pp=comm.size)) as mesh:
         stage = build(MODEL, split_layers(MODEL, mesh.pp.size)[mesh.pp.rank], seed=3)
-        buckets = buckets_of(stage, mesh, 4096)
-        buckets.zero()
-        buckets.arm(0, exact=False)
+        buckets = buckets_of(stage, mesh, 4096, additions=1)
+        buckets.begin(0, exact=False)
         sum(p.sum() for p in stage.parameters()).mul(10.0**mesh.pp.rank).backward()
         buckets.finish()
         last = mesh.pp.size - 1
@@ -176,27 +177,35 @@ def test_every_parameter_is_in_one_bucket_of_its_kind_and_its_gradient_is_a_view
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.randoms(use_true_random=False), st.sampled_from(SIZES_BYTES))
-def test_buckets_are_submitted_in_one_order_whatever_order_gradients_come_in(chance: random.Random, bucket_bytes):
+@given(st.randoms(use_true_random=False), st.sampled_from(SIZES_BYTES), st.integers(1, 3))
+def test_buckets_are_submitted_in_one_order_and_not_too_early_in_whatever_order_gradients_come(
+    chance: random.Random, bucket_bytes, additions
+):
+    model = decoder()
+    parameters, left = dict(model.named_parameters()), Counter()
+    coming = [name for name in parameters for _ in range(additions)]
     with open_mesh(MPI.COMM_SELF, MeshConfig()) as mesh:
-        buckets = buckets_of(decoder(), mesh, bucket_bytes)
-    buckets.worker = Listed()
-    coming = [index for index, bucket in enumerate(buckets.buckets) for _ in bucket.names]
-    chance.shuffle(coming)
-    buckets.ready(0)  # before arming, a gradient is not the last
-    buckets.arm(0, exact=False)
-    for index in coming:
-        buckets.ready(index)
-    assert [job.args[0] for job in buckets.worker.jobs] == buckets.buckets
+        buckets = buckets_of(model, mesh, bucket_bytes, additions=additions)
+        for step in range(2):
+            buckets.worker = Listed()
+            buckets.begin(step, exact=False)
+            left.update(coming)
+            chance.shuffle(coming)
+            for name in coming:
+                left[name] -= 1
+                buckets.added(parameters[name])
+                submitted = [job.args[0] for job in buckets.worker.jobs]
+                assert not any(left[done] for bucket in submitted for done in bucket.names)
+            assert submitted == buckets.buckets
 
 
 def test_a_parameter_without_gradient_is_our_own_mistake(alone):
     model = decoder()
-    buckets = buckets_of(model, alone, 4096)
+    buckets = buckets_of(model, alone, 4096, additions=1)
     buckets.worker = Listed()
-    buckets.arm(0, exact=False)
+    buckets.begin(0, exact=False)
     model.hidden_states(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()  # the final norm is not used
-    with pytest.raises(AssertionError, match="no gradient"):
+    with pytest.raises(AssertionError, match="fewer gradients than said"):
         buckets.finish()
 
 

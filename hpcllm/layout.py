@@ -1,0 +1,81 @@
+"""Which rank does what: mesh, batch, schedule and layers fit together, or are refused before any work.
+
+ranks = dp x pp x tp         global_batch = dp x microbatches x size
+schedule: pp x chunks virtual stages  <-->  spans of the model's layers, one a virtual stage
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from hpcllm.config import Config, divisors
+from hpcllm.errors import MeshError, ScheduleError
+from hpcllm.mesh import mesh_sizes
+from hpcllm.model.shapes import StageSpan, cut_layers, split_layers
+from hpcllm.pipeline.placement import Placement
+from hpcllm.pipeline.schedules import Schedule, make_schedule, read_schedule
+
+
+def check_layout(config: Config, ranks: int) -> Config:
+    """The config with dp filled in. Raises MeshError if ranks, mesh and batch do not fit together."""
+    dp = mesh_sizes(ranks, config.mesh)["dp"]
+    batch, microbatches = config.data.global_batch, config.pipeline.microbatches
+    if batch % dp:
+        raise MeshError(
+            f"data.global_batch = {batch} does not split over mesh.dp = {dp} replicas; valid dp: {divisors(batch)}"
+        )
+    if batch // dp % microbatches:
+        raise MeshError(
+            f"pipeline.microbatches = {microbatches} does not divide the {batch // dp} samples of a replica "
+            f"(data.global_batch = {batch} over mesh.dp = {dp}); valid: {divisors(batch // dp)}"
+        )
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, dp=dp))
+
+
+def schedule_of(config: Config, custom: str) -> Schedule:
+    """The schedule of all ranks of a pipeline, not yet checked. custom: the text of pipeline.file, if there is one.
+
+    Raises ScheduleError if the schedule does not exist in this shape, or the text is of another shape than the run.
+    """
+    pipeline, ranks = config.pipeline, config.mesh.pp
+    if pipeline.schedule != "custom":
+        return make_schedule(pipeline.schedule, ranks, pipeline.microbatches, pipeline.chunks or None)
+    schedule = read_schedule(custom)
+    placement = schedule.placement
+    shapes = [
+        ("mesh.pp", ranks, placement.ranks),
+        ("pipeline.microbatches", pipeline.microbatches, schedule.microbatches),
+        ("pipeline.chunks", pipeline.chunks or placement.chunks, placement.chunks),
+    ]
+    for key, asked, found in shapes:
+        if asked != found:
+            raise ScheduleError(
+                f"{key} = {asked}, but the schedule in {pipeline.file!r} is for {found}; set {key}={found}"
+            )
+    return schedule
+
+
+def spans_of(config: Config, placement: Placement) -> list[StageSpan]:
+    """The layers of each virtual stage. Raises MeshError if there are too few, or pipeline.layers does not fit."""
+    layers, sizes = config.model.layers, config.pipeline.layers
+    asked = f"mesh.pp = {placement.ranks} with {placement.chunks} chunk{'s' if placement.chunks > 1 else ''} a rank"
+    if placement.stages > layers:
+        most = layers // placement.chunks
+        valid = f"mesh.pp from 1 to {most}" if most else f"pipeline.chunks from 1 to {layers}"
+        raise MeshError(
+            f"{asked} is {placement.stages} stages, but model.layers = {layers}, and each takes one layer at least; "
+            f"valid: {valid}, or model.layers >= {placement.stages}"
+        )
+    if not sizes:
+        return split_layers(config.model, placement.stages)
+    if len(sizes) != placement.stages:
+        raise MeshError(
+            f"pipeline.layers = {list(sizes)} names {_count(sizes)}, but {asked} is {placement.stages}; "
+            f"valid: {placement.stages} numbers that add up to model.layers = {layers}"
+        )
+    return cut_layers(sizes)
+
+
+def _count(sizes: Sequence[int]) -> str:
+    return f"{len(sizes)} stage{'s' if len(sizes) > 1 else ''}"

@@ -1,0 +1,96 @@
+"""One virtual stage: the forward pass of a microbatch, then its backward pass, whole or in two halves.
+
+    F3   x ---> decoder ---> output          kept until the backward pass: x, and where the graph of output begins
+    B3   x gradient <------- gradient        everything kept is freed
+    I3   x gradient <------- gradient        the graph is freed; what the weight gradients need stays
+    W3   weight gradients                    and is freed here
+
+Of an output only its place in the graph is kept, so its memory is free once it was sent. On the last virtual stage the
+output is the loss.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from hpcllm.model.linear import DeferredGradients
+from hpcllm.model.loss import cross_entropy_sum
+from hpcllm.model.transformer import Decoder
+from hpcllm.pipeline.actions import Action, Op
+
+
+@dataclass
+class _Pass:
+    """What is kept of one forward pass."""
+
+    x: torch.Tensor
+    output: GradientEdge
+    later: DeferredGradients | None  # None: the backward pass is whole
+
+
+@dataclass
+class Chunk:
+    decoder: Decoder
+    loss: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))  # summed since `start`
+    _passes: dict[int, _Pass] = field(default_factory=dict)  # by microbatch, from F to B or I
+    _halves: dict[int, DeferredGradients] = field(default_factory=dict)  # from I to W
+
+    @property
+    def live(self) -> int:
+        """Microbatches of which something is kept."""
+        return len(self._passes) + len(self._halves)
+
+    def forward(self, m: int, x: torch.Tensor, targets: torch.Tensor, scale: float, split: bool) -> torch.Tensor:
+        """Hidden states (size, sequence, hidden), or `scale` times the summed loss where the chunk has the head.
+
+        x: tokens (size, sequence) int64 where it has the embedding, else hidden states, which must not change before
+        the backward pass. split: that pass will come in two halves. Nothing is kept while gradients are off.
+        """
+        if not self.decoder.span.has_embedding:
+            x = x.detach().requires_grad_(torch.is_grad_enabled())
+        later = DeferredGradients() if split else None
+        output = self.decoder(x, later)
+        if self.decoder.span.has_head:
+            loss = cross_entropy_sum(output, targets)
+            self.loss += loss.detach()
+            output = loss * scale
+        if torch.is_grad_enabled():
+            self._passes[m] = _Pass(x, get_gradient_edge(output), later)
+        detached: torch.Tensor = output.detach()
+        return detached
+
+    def backward(self, m: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient of x, None of tokens. The other gradients are added to .grad, or wait for `weights`.
+
+        gradient: of the output; None where that is the loss.
+        """
+        kept = self._passes.pop(m)
+        torch.autograd.backward(kept.output, gradient)
+        if kept.later is not None:
+            self._halves[m] = kept.later
+        return kept.x.grad
+
+    def weights(self, m: int, added: Callable[[torch.Tensor], None]) -> None:
+        """The second half of a backward pass in two; added: told of each parameter whose .grad was added to."""
+        self._halves.pop(m).add(added)
+
+
+def additions(decoders: Sequence[Decoder], actions: Iterable[Action]) -> Counter[str]:
+    """Name of a parameter -> how many times these actions add to its gradient. decoders: of each chunk of the rank.
+
+    A backward pass adds once to each, at B, or at I or W. An embedding that is also the head of the same chunk is split
+    like no other: I adds what comes through the input, W what comes through the head.
+    """
+    work = Counter((action.op, action.chunk) for action in actions)
+    counts: Counter[str] = Counter()
+    for chunk, decoder in enumerate(decoders):
+        passes = work[Op.BACKWARD, chunk] + work[Op.BACKWARD_INPUT, chunk]
+        counts.update({name: passes for name, _ in decoder.named_parameters()})
+        if decoder.model.tied and decoder.span.has_embedding and decoder.span.has_head:
+            counts["embedding.weight"] += work[Op.BACKWARD_WEIGHT, chunk]
+    return counts

@@ -1,0 +1,83 @@
+"""What each rank holds is told by the run file, or refused with what would fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcllm import config as configs
+from hpcllm.config import Config
+from hpcllm.errors import MeshError, ScheduleError
+from hpcllm.layout import check_layout, schedule_of, spans_of
+from hpcllm.pipeline.placement import Placement
+from hpcllm.pipeline.schedules import SCHEDULES, make_schedule
+
+
+def config_of(blocks: int = 8, pp: int = 2, batch: int = 12, **pipeline) -> Config:
+    model, data = {"layers": blocks, "vocabulary": 300}, {"global_batch": batch}
+    return configs.from_tables({"model": model, "data": data, "mesh": {"pp": pp}, "pipeline": pipeline})
+
+
+def test_layers_are_divided_as_told():
+    spans = spans_of(config_of(8, layers=[3, 2, 1, 2]), Placement(2, 2))
+    assert [(span.first_block, span.last_block) for span in spans] == [(0, 3), (3, 5), (5, 6), (6, 8)]
+    assert [span.has_embedding for span in spans] == [True, False, False, False]
+    assert [span.has_head for span in spans] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("blocks", range(1, 13))
+def test_layers_are_divided_over_all_virtual_stages_of_any_schedule_if_there_are_enough(name, blocks):
+    for pp in (1, 2, 3, 4):
+        config = config_of(blocks, pp, schedule=name, microbatches=3)
+        placement = schedule_of(config, "").placement
+        if placement.stages > blocks:
+            with pytest.raises(MeshError, match=rf"is {placement.stages} stages, but model.layers = {blocks}"):
+                spans_of(config, placement)
+            continue
+        spans = spans_of(config, placement)
+        held = [block for span in spans for block in range(span.first_block, span.last_block)]
+        assert held == list(range(blocks))
+        assert len(spans) == placement.stages
+        assert all(span.first_block < span.last_block for span in spans)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "placement", "layers", "said"),
+    [
+        (3, Placement(2, 2, "v"), [], ["mesh.pp = 2 with 2 chunks a rank is 4 stages", "pp from 1 to 1", "layers >= 4"]),
+        (2, Placement(1, 3), [], ["is 3 stages", "pipeline.chunks from 1 to 2"]),
+        (8, Placement(2), [2, 2, 2, 2], ["[2, 2, 2, 2] names 4 stages", "with 1 chunk a rank is 2", "2 numbers that add"]),
+        (8, Placement(4), [8], ["[8] names 1 stage,", "is 4"]),
+    ],
+)
+def test_a_division_that_does_not_fit_is_refused_with_what_does(blocks, placement, layers, said):
+    with pytest.raises(MeshError) as refused:
+        spans_of(config_of(blocks, layers=layers), placement)
+    assert [part for part in said if part not in str(refused.value)] == []
+
+
+def test_the_schedule_of_a_file_is_run_as_it_stands():
+    schedule = make_schedule("zb-v", 2, 5)
+    config = config_of(pp=2, batch=10, schedule="custom", file="mine.txt", microbatches=5)
+    assert schedule_of(config, schedule.text()) == schedule
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("pp", 3, r"mesh\.pp = 3, .*'mine.txt' is for 2; set mesh\.pp=2"),
+        ("microbatches", 4, r"pipeline\.microbatches = 4, .* is for 5; set pipeline\.microbatches=5"),
+        ("chunks", 3, r"pipeline\.chunks = 3, .* is for 2; set pipeline\.chunks=2"),
+    ],
+)
+def test_a_file_of_another_shape_than_the_run_is_refused(key, value, said):
+    tables = {"pp": 2, "microbatches": 5} | {key: value}
+    config = config_of(schedule="custom", file="mine.txt", **tables)
+    with pytest.raises(ScheduleError, match=said):
+        schedule_of(config, make_schedule("zb-v", 2, 5).text())
+
+
+def test_what_the_batch_cannot_be_cut_into_is_refused():
+    assert check_layout(config_of(pp=2, batch=12, microbatches=3), 4).mesh.dp == 2
+    with pytest.raises(MeshError, match=r"microbatches = 4 does not divide the 6 samples .* valid: 1, 2, 3, 6"):
+        check_layout(config_of(pp=2, batch=12, microbatches=4), 4)
