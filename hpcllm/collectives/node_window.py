@@ -53,7 +53,7 @@ SLOT_BYTES = 512 << 10
 SPINS = 300  # looks before giving way, under a microsecond: a rank without a core may need this one
 HOPS, LOOKS = 96, 300_000  # of a token that tells how far the cores are from each other; all looks take 100 us
 FAR_HOP_S = 140e-9  # a hop inside a shared cache takes 60 ns, from one cache to another 200 and more
-CALLS_PER_RELAY = 16  # the kernel moves ranks about
+BYTES_PER_RELAY = 32 << 20  # the kernel moves ranks about
 SLICE_VALUES = 1024  # slices begin at whole pages, or nearly: two ranks never write one cache line
 
 SUM, REDUCE, GATHER = range(3)
@@ -90,8 +90,8 @@ class Node:
         self.flags = int(parts[0])
         self.small = [parts + np.uint64(counters_bytes + turn * self.small_bytes) for turn in range(2)]
         self.slots = parts + np.uint64(counters_bytes + 2 * self.small_bytes)
-        self.calls = self.segments = self.hops = self.asked = 0
-        self.far = False
+        self.calls = self.segments = self.hops = 0
+        self.far, self.since_relay_bytes = False, BYTES_PER_RELAY
 
     def allreduce(self, x: torch.Tensor) -> None:
         """x (n,), n > 0, becomes its sum over the node."""
@@ -147,12 +147,13 @@ class Node:
             self.shares[window.number] = relation in (MPI.IDENT, MPI.CONGRUENT)
         return self.shares[window.number]
 
-    def _far(self) -> bool:
-        """Whether the node's ranks share no cache, as the time of a token tells; asked at one place by all of them."""
-        if self.asked % CALLS_PER_RELAY == 0:
+    def _far(self, size_bytes: int) -> bool:
+        """Whether the node's ranks share no cache, as the time of a token tells. All bring the same size_bytes."""
+        self.since_relay_bytes += size_bytes
+        if self.since_relay_bytes >= BYTES_PER_RELAY:
+            self.since_relay_bytes = 0
             hops_s = [hop_s for hop_s in (self._hop_s() for _ in range(3)) if hop_s > 0]
             self.far = min(hops_s) > FAR_HOP_S if hops_s else self.far
-        self.asked += 1
         return self.far
 
     def _hop_s(self) -> float:
@@ -181,7 +182,7 @@ class Node:
         segments = -(-int(np.diff(cuts).max()) // piece)
         job[0] = (
             self.flags, self.rank, self.ranks, KINDS[x.dtype], x.itemsize, x.data_ptr(), own, own,
-            piece, SLOT_BYTES, self.segments, segments, reduces, gathers, self._far(), 0, 0, 0,
+            piece, SLOT_BYTES, self.segments, segments, reduces, gathers, self._far(x.nbytes), 0, 0, 0,
         )  # fmt: skip
         return job
 

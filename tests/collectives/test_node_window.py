@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import laws
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from mpi4py import MPI
 from hpcllm.codecs import find_codec
 from hpcllm.collectives import allreduce, group_of, node_window, shared_zeros
 from hpcllm.collectives.group import make_group
-from hpcllm.collectives.node_kernels import KINDS, sum_rows
+from hpcllm.collectives.node_kernels import KINDS, hand, sum_rows
 from hpcllm.collectives.node_window import node_of, node_window_allreduce, slices
 from hpcllm.collectives.window import free_shared
 from hpcllm.errors import StallError
@@ -55,7 +58,9 @@ def test_the_sum_is_that_in_rank_order_wherever_the_array_is(comm, dtype):
 
 @pytest.mark.parallel([2, 3, 5])
 @pytest.mark.parametrize("dtype", laws.DTYPES, ids=str)
-def test_many_segments(comm, monkeypatch, dtype):
+@pytest.mark.parametrize("far", [False, True])
+def test_many_segments_between_cores_that_share_a_cache_or_none(comm, monkeypatch, dtype, far):
+    monkeypatch.setattr(node_window.Node, "_far", lambda *_: far)
     monkeypatch.setattr(node_window, "SLOT_BYTES", 1024)
     monkeypatch.setattr(node_window, "SMALL_BYTES", 64 * comm.size)
     monkeypatch.setattr(node_window, "SLICE_VALUES", 1)
@@ -95,6 +100,29 @@ def test_a_sum_of_one_is_the_value_and_sums_round_as_torch_does(dtype):
     run(x, [x, other], pair)
     want = (x.float() + other.float()).to(dtype)
     assert torch.equal(pair.nan_to_num(7), want.nan_to_num(7))
+
+
+def test_bytes_are_handed_over_whole_from_any_place_to_any_other():
+    rng = np.random.default_rng(3)
+    for start, size_bytes in itertools.product((0, 1, 4, 63), (0, 1, 63, 64, 65, 127, 128, 4099)):
+        source, target = rng.integers(0, 256, (2, 5000), dtype=np.uint8)
+        want = target.copy()
+        want[start : start + size_bytes] = source[7 : 7 + size_bytes]
+        hand(target.ctypes.data + start, source.ctypes.data + 7, size_bytes, True)
+        assert np.array_equal(target, want), (start, size_bytes)
+
+
+@pytest.mark.parallel([2, 3, 5])
+def test_asking_how_far_the_cores_are_ends_though_a_rank_is_late_and_leaves_the_counters_in_step(comm):
+    node = node_of(group_of(laws.limited(comm)))
+    for late in range(comm.size):
+        if comm.rank == late:
+            time.sleep(0.05)
+        assert node._hop_s() >= 0
+        assert comm.allreduce(node.hops, MPI.MAX) == node.hops
+    x = torch.ones(100_000)
+    allreduce(x, comm, algorithm="node_window")
+    assert torch.all(x == comm.size)
 
 
 def run(x: torch.Tensor, rows: list[torch.Tensor], target: torch.Tensor) -> None:
