@@ -33,7 +33,6 @@ from hpcllm.machines import peak_tflops
 from hpcllm.mesh import Mesh, describe_rank, open_mesh
 from hpcllm.metrics import Traffic
 from hpcllm.model.initialisation import build_chunks
-from hpcllm.model.shapes import StageSpan
 from hpcllm.model.transformer import Decoder
 from hpcllm.optim.adamw import make_adamw
 from hpcllm.optim.buckets import BucketPlan, GradientBuckets, make_buckets

@@ -12,7 +12,7 @@ def forward_backward(parts: Parts, step: int, position: int) -> float:
     """Leave the summed gradients of the batch at `position` in the buckets; returns this rank's part of the loss.
 
     step: how many steps the run has made, which decides whether traffic is still exact. The part is in nats a token of
-    the global batch and 0 on all but the last stage. Collective over the mesh. Raises StallError.
+    the global batch and 0 on all ranks but that of the last stage. Collective over the mesh. Raises StallError.
     """
     data, communication = parts.config.data, parts.config.communication
     tokens = data.global_batch * data.sequence_length

@@ -44,9 +44,19 @@ def test_layers_are_divided_over_all_virtual_stages_of_any_schedule_if_there_are
 @pytest.mark.parametrize(
     ("blocks", "placement", "layers", "said"),
     [
-        (3, Placement(2, 2, "v"), [], ["mesh.pp = 2 with 2 chunks a rank is 4 stages", "pp from 1 to 1", "layers >= 4"]),
+        (
+            3,
+            Placement(2, 2, "v"),
+            [],
+            ["mesh.pp = 2 with 2 chunks a rank is 4 stages", "pp from 1 to 1", "layers >= 4"],
+        ),
         (2, Placement(1, 3), [], ["is 3 stages", "pipeline.chunks from 1 to 2"]),
-        (8, Placement(2), [2, 2, 2, 2], ["[2, 2, 2, 2] names 4 stages", "with 1 chunk a rank is 2", "2 numbers that add"]),
+        (
+            8,
+            Placement(2),
+            [2, 2, 2, 2],
+            ["[2, 2, 2, 2] names 4 stages", "with 1 chunk a rank is 2", "2 numbers that add"],
+        ),
         (8, Placement(4), [8], ["[8] names 1 stage,", "is 4"]),
     ],
 )

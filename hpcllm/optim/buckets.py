@@ -5,7 +5,7 @@
     exact buckets                  [  2  : e0 n1 n2 ]          each a flat float32 tensor; p.grad is a view of it
 
 Every microbatch is added straight into the views: by autograd, which calls a hook, or later by a W of the schedule,
-which calls `added`. The schedule says how many additions a step makes, so the last one is known whatever its order; a
+which says so. The schedule says how many additions a step makes, so the last one is known whatever its order; a
 bucket that is complete goes to the worker thread, in bucket order, so that all replicas sum the same bucket at the same
 time. An embedding that two ranks share comes last: it is summed over the replicas, then over the two ends of the
 pipeline. Buckets of ranks on one node lie in memory that the node shares.
@@ -60,7 +60,7 @@ class GradientBuckets:
     _step: int = 0
     _exact: bool = False
     _next: int = 0
-    _home: dict[torch.Tensor, Bucket] = field(default_factory=dict)
+    _home: dict[torch.Tensor, Bucket] = field(default_factory=dict)  # by parameter
 
     def begin(self, step: int, exact: bool) -> None:
         """Set the gradients to zero for a new step; exact: they are summed without a codec."""

@@ -35,8 +35,10 @@ class _Pass:
 
 @dataclass
 class Chunk:
+    """A rank's piece of the model, and what is kept of the microbatches that are on their way through it."""
+
     decoder: Decoder
-    loss: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))  # summed since `start`
+    loss: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))  # a sum, until set to 0
     _passes: dict[int, _Pass] = field(default_factory=dict)  # by microbatch, from F to B or I
     _halves: dict[int, DeferredGradients] = field(default_factory=dict)  # from I to W
 

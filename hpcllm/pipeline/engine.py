@@ -3,8 +3,8 @@
     RECV_F3 ...> F3 ---> SEND_F3          between two chunks of one rank:   F3 ---> F3.1     handed over,
     RECV_B3 ...> B3 ---> SEND_B3                                            B3 <--- B3.1     not a message
 
-What is first or last stands in the schedule's messages and in what a chunk computes, not in branches of the loop. A
-buffer that something was received into goes back to the link as soon as the work that reads it is done.
+The loop knows no schedule by name and no stage by its place: both stand in the actions. A buffer that something was
+received into goes back to the link as soon as the work that reads it is done.
 """
 
 from __future__ import annotations

@@ -99,11 +99,10 @@ class Link:
         self._reap()
         peer, receive = self._other_end(action)
         codec = self._codec(action, peer)
-        kept = tensor.detach().contiguous()
-        data = kept
+        kept = data = plain = tensor.detach().contiguous()
         if codec.name != "raw":
-            kept = self._buffer(codec.encoded_bytes(tensor.numel()))
-            data = codec.encode(tensor.detach().contiguous().view(-1), kept)
+            kept = self._buffer(codec.encoded_bytes(plain.numel()))
+            data = codec.encode(plain.view(-1), kept)
         requests = buffers.isend(self.mesh.pp, data, peer, self._tag(action, receive.chunk))
         self.leaving.append(Message(action, peer, requests, kept, codec))
         self.plain_bytes[WAYS[action.op]] += tensor.nbytes
