@@ -51,15 +51,21 @@ def decoder():
 
 
 def buckets_of(
-    model, mesh, bucket_bytes: float, algorithm: str = "ring", codec: str = "raw", exact: str = "", additions: int = 2
+    model,
+    mesh,
+    bucket_bytes: float,
+    algorithm: str = "ring",
+    codec: str = "raw",
+    exact: str = "",
+    additions: int = 2,
+    memory=None,
 ) -> GradientBuckets:
-    """additions: backward passes a step."""
+    """additions: backward passes a step; memory: by default what the node shares."""
     shared = "embedding.weight" if mesh.ends.size > 1 else None
     plan = BucketPlan(bucket_bytes=bucket_bytes, codec=codec, exact=exact, algorithm=algorithm, seed=5)
-    replicas = group_of(mesh.dp)
-    memory = lambda n: shared_zeros(n, replicas)  # noqa: E731
-    parameters = dict(model.named_parameters())
+    replicas, parameters = group_of(mesh.dp), dict(model.named_parameters())
     counts = dict.fromkeys(parameters, additions)
+    memory = memory or (lambda n: shared_zeros(n, replicas))
     return make_buckets(parameters, counts, shared, plan, replicas, group_of(mesh.ends), memory)
 
 
@@ -185,18 +191,18 @@ def test_buckets_are_submitted_in_one_order_and_not_too_early_in_whatever_order_
     parameters, left = dict(model.named_parameters()), Counter()
     coming = [name for name in parameters for _ in range(additions)]
     with open_mesh(MPI.COMM_SELF, MeshConfig()) as mesh:
-        buckets = buckets_of(model, mesh, bucket_bytes, additions=additions)
-        for step in range(2):
-            buckets.worker = Listed()
-            buckets.begin(step, exact=False)
-            left.update(coming)
-            chance.shuffle(coming)
-            for name in coming:
-                left[name] -= 1
-                buckets.added(parameters[name])
-                submitted = [job.args[0] for job in buckets.worker.jobs]
-                assert not any(left[done] for bucket in submitted for done in bucket.names)
-            assert submitted == buckets.buckets
+        buckets = buckets_of(model, mesh, bucket_bytes, additions=additions, memory=torch.zeros)
+    for step in range(2):
+        buckets.worker = Listed()
+        buckets.begin(step, exact=False)
+        left.update(coming)
+        chance.shuffle(coming)
+        for name in coming:
+            left[name] -= 1
+            buckets.added(parameters[name])
+            submitted = [job.args[0] for job in buckets.worker.jobs]
+            assert not any(left[done] for bucket in submitted for done in bucket.names)
+        assert submitted == buckets.buckets
 
 
 def test_a_parameter_without_gradient_is_our_own_mistake(alone):

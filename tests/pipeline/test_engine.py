@@ -23,6 +23,7 @@ from hpcllm.pipeline.checker import check
 from hpcllm.pipeline.chunk import Chunk
 from hpcllm.pipeline.engine import Engine
 from hpcllm.pipeline.link import Link
+from hpcllm.pipeline.messages import other_end
 from hpcllm.pipeline.placement import Placement
 from hpcllm.pipeline.schedules import Schedule, forward_only, make_schedule
 from hpcllm.pipeline.timing import simulate
@@ -181,7 +182,7 @@ def test_receive_buffers_are_used_again(comm, kind):
     with open_mesh(comm, MeshConfig(pp=comm.size)) as mesh:
         engine = engine_of(mesh, MODELS["untied"], schedule_of(kind, comm.size, 1).placement)
         handed_out = []
-        for microbatches in (5, 5, 10, 10):
+        for microbatches in (4 * comm.size, 4 * comm.size, 6 * comm.size, 6 * comm.size):  # enough to fill any pipe
             engine.run(schedule_of(kind, comm.size, microbatches), *samples(microbatches), SCALE)
             handed_out.append(len(engine.link.seen))
         assert handed_out[1] == handed_out[0]
@@ -236,6 +237,31 @@ def test_a_neighbour_that_does_not_come_is_named_and_may_come_late(comm):
         link.finish()
         assert not link.coming
         assert not link.leaving
+
+
+@pytest.mark.parallel([2, 3])
+def test_messages_arrive_where_they_belong_in_whatever_order_receives_are_posted(comm):
+    placement = Placement(comm.size, 3)
+    with open_mesh(comm, MeshConfig(pp=comm.size)) as mesh:
+        link = Link(mesh, placement, (1, 2, 3), Waits(limit_s=60.0))
+        sends = [
+            (placement.home(stage)[0], Action(op, m, placement.home(stage)[1]))
+            for stage in range(1, placement.stages - 1)
+            for op in (Op.SEND_FORWARD, Op.SEND_BACKWARD)
+            for m in (0, 1)
+        ]
+        awaited = {}
+        for value, (rank, send) in enumerate(sends):
+            peer, receive = other_end(placement, rank, send)
+            if peer == comm.rank:
+                awaited[receive] = value
+            if rank == comm.rank:
+                link.send(send, torch.full((1, 2, 3), float(value)))
+        for receive in reversed(awaited):
+            link.receive(receive)
+        for receive, value in awaited.items():
+            assert torch.all(link.take(receive) == value), receive
+        link.finish()
 
 
 @pytest.mark.parametrize("split", [False, True])
