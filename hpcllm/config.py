@@ -30,18 +30,20 @@ class RunConfig:
     folder: str = "runs"
     seed: int = 0  # of weights and sample order
     steps: int = 1000
+    start_from: str = ""  # a Hugging Face folder or a checkpoint whose model the run begins with
     machine: str = ""  # a name from machines/ or a path to such a TOML file; its peak gives MFU
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One decoder with the choices of GPT-2 and Llama; see presets/ for named shapes. The defaults are `tiny`."""
+    """One decoder with the choices of GPT-2, Llama and GPT-NeoX; presets/ has named shapes. The defaults are `tiny`."""
 
     preset: str = "tiny"
     layers: int = 4
     hidden: int = 128
     heads: int = 4
     kv_heads: int = 0  # 0: as many as heads; fewer is grouped-query attention
+    head_channels: int = 0  # of one head; 0: hidden / heads
     ffn: int = 352
     vocabulary: int = 0  # 0: that of the token store
     max_sequence: int = 256  # rows of the learned position table; the longest sequence
@@ -49,13 +51,26 @@ class ModelConfig:
     norm_epsilon: float = 1e-5
     positions: Literal["learned", "rotary"] = "rotary"
     rope_theta: float = 10000.0
+    rope_fraction: float = 1.0  # share of a head's channels that turn; the rest know no position
+    rope_scaling: Literal["none", "linear", "llama3"] = "none"  # longer sequences than the weights were trained with
+    rope_factor: float = 1.0  # how many times longer
+    rope_low_frequency: float = 1.0  # llama3: channels of fewer turns over rope_original_sequence are stretched in full
+    rope_high_frequency: float = 4.0  # llama3: of more turns, not at all
+    rope_original_sequence: int = 8192
+    window: int = 0  # a token sees the last so many, itself included (sliding window); 0: all before it
+    parallel_residual: bool = False  # attention and feed-forward network both read the block's input (GPT-NeoX)
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "swiglu"
     tied: bool = True  # the output layer uses the embedding's weight
-    biases: bool = False
+    biases: Literal["none", "all", "qkv"] = "none"  # of linear layers; qkv: of query, key and value only (Qwen2)
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
+        return self.head_channels or self.hidden // self.heads
+
+    @property
+    def turned_channels(self) -> int:
+        """Channels of a head that rotary positions turn."""
+        return int(self.head_dim * self.rope_fraction)
 
     @property
     def key_value_heads(self) -> int:
@@ -76,6 +91,7 @@ class MeshConfig:
     pp: int = 1
     tp: int = 1
     order: str = "tp,dp,pp"  # fastest-varying axis first: neighbours in rank share a node
+    sequence_parallel: bool = False  # what lies between the layers that tp splits is split too, along the sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +101,8 @@ class PipelineConfig:
     chunks: int = 0  # virtual stages a rank; 0: as many as the schedule takes by itself
     layers: tuple[int, ...] = ()  # blocks of each virtual stage, in the order of the model; []: divided by cost
     file: str = ""  # the text of a custom schedule
+    recompute: str = "none"  # none | selective | full, or one word a virtual stage: "full,full,none,none"
+    loss_tokens: int = 0  # logits of so many tokens exist at once, made again in the backward pass; 0: of a microbatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +115,16 @@ class OptimizerConfig:
     beta2: float = 0.95
     epsilon: float = 1e-8
     clip_norm: float = 1.0  # 0: no clipping
+    shard: Literal["none", "states", "states+gradients", "all"] = "none"  # what dp replicas hold a share of: ZeRO 0-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Master weights, gradient sums and optimizer states are always fp32."""
+
+    compute: Literal["fp32", "bf16", "fp16"] = "fp32"  # of weights, activations and their gradients
+    loss_scale: float = 65536.0  # fp16: the first one; halved when a gradient overflows
+    loss_scale_steps: int = 1000  # fp16: doubled after so many steps without overflow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +133,10 @@ class CommunicationConfig:
 
     policy: Literal["none", "mzhybrid", "zhybrid", "hpcllm"] = "none"
     gradients: str = ""  # their sum over dp; "int4:128+ef" is int4:128 with error feedback
-    parameters: str = ""
+    parameters: str = ""  # gathered over dp by a sharded optimizer; a lossy codec travels their differences
     forward: str = ""  # activations between stages
     backward: str = ""  # gradients of activations between stages
+    tensor: str = ""  # activations and their gradients inside the layers that tp splits
     exact: str = "norm,bias,embedding,positions"  # parameters with such a word in their name: gradients always exact
     exact_steps: int = 20  # all traffic is exact in the first steps of a run
     algorithm: Literal[
@@ -145,6 +174,7 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -163,17 +193,24 @@ RULES: dict[str, tuple[str, typing.Callable[[Any], bool]]] = {
     "model.hidden": (">= 1", lambda v: v >= 1),
     "model.heads": (">= 1", lambda v: v >= 1),
     "model.kv_heads": (">= 0", lambda v: v >= 0),
+    "model.head_channels": (">= 0", lambda v: v >= 0),
     "model.ffn": (">= 1", lambda v: v >= 1),
     "model.vocabulary": (">= 0", lambda v: v >= 0),
     "model.max_sequence": (">= 1", lambda v: v >= 1),
     "model.norm_epsilon": ("> 0", lambda v: v > 0),
     "model.rope_theta": ("> 1", lambda v: v > 1),
+    "model.rope_fraction": ("0 < rope_fraction <= 1", lambda v: 0 < v <= 1),
+    "model.rope_factor": (">= 1", lambda v: v >= 1),
+    "model.rope_low_frequency": ("> 0", lambda v: v > 0),
+    "model.rope_high_frequency": ("> 0", lambda v: v > 0),
+    "model.rope_original_sequence": (">= 1", lambda v: v >= 1),
+    "model.window": (">= 0", lambda v: v >= 0),
     "data.sequence_length": (">= 1", lambda v: v >= 1),
     "data.global_batch": (">= 1", lambda v: v >= 1),
     "data.validation_sequences": (">= 1", lambda v: v >= 1),
     "mesh.dp": (">= 0", lambda v: v >= 0),
     "mesh.pp": (">= 1", lambda v: v >= 1),
-    "mesh.tp": ("1 (tensor parallelism is not built yet)", lambda v: v == 1),
+    "mesh.tp": (">= 1", lambda v: v >= 1),
     "mesh.order": (
         "the axes tp, dp and pp, each once, fastest first",
         lambda v: sorted(v.split(",")) == ["dp", "pp", "tp"],
@@ -181,6 +218,13 @@ RULES: dict[str, tuple[str, typing.Callable[[Any], bool]]] = {
     "pipeline.microbatches": (">= 1", lambda v: v >= 1),
     "pipeline.chunks": (">= 0", lambda v: v >= 0),
     "pipeline.layers": ("at least one block for each virtual stage", lambda v: all(blocks >= 1 for blocks in v)),
+    "pipeline.recompute": (
+        "none, selective or full, or one of them for each virtual stage, as in 'full,full,none,none'",
+        lambda v: all(word in ("none", "selective", "full") for word in v.split(",")),
+    ),
+    "pipeline.loss_tokens": (">= 0", lambda v: v >= 0),
+    "precision.loss_scale": (">= 1", lambda v: v >= 1),
+    "precision.loss_scale_steps": (">= 1", lambda v: v >= 1),
     "optimizer.learning_rate": ("> 0", lambda v: v > 0),
     "optimizer.warmup_steps": (">= 0", lambda v: v >= 0),
     "optimizer.final_fraction": ("0 to 1", lambda v: 0 <= v <= 1),
@@ -330,19 +374,26 @@ def _override(tables: dict[str, Any], override: str) -> None:
 
 def _check_together(config: Config) -> None:
     model, data = config.model, config.data
-    if model.hidden % model.heads:
+    if not model.head_channels and model.hidden % model.heads:
         raise ConfigError(
             f"model.hidden = {model.hidden} does not split into model.heads = {model.heads}; "
-            f"valid heads: {divisors(model.hidden)}"
+            f"valid heads: {divisors(model.hidden)}; or give model.head_channels, the channels of one head"
         )
     if model.heads % model.key_value_heads:
         raise ConfigError(
             f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}; "
             f"valid: {divisors(model.heads)}"
         )
-    if model.positions == "rotary" and model.head_dim % 2:
+    turned = model.turned_channels
+    if model.positions == "rotary" and (turned % 2 or not turned):
         raise ConfigError(
-            f"model.hidden / model.heads = {model.head_dim} is odd; rotary positions turn pairs, so it must be even"
+            f"model.rope_fraction = {model.rope_fraction} of a head's {model.head_dim} channels (model.hidden / "
+            f"model.heads, or model.head_channels) is {turned}; rotary positions turn pairs: it must be even, not 0"
+        )
+    if model.rope_scaling == "llama3" and model.rope_low_frequency >= model.rope_high_frequency:
+        raise ConfigError(
+            f"model.rope_low_frequency = {model.rope_low_frequency} is not below model.rope_high_frequency = "
+            f"{model.rope_high_frequency}; Llama 3 has 1 and 4"
         )
     if data.sequence_length > model.max_sequence:
         raise ConfigError(

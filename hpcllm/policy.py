@@ -2,6 +2,7 @@
 
     gradients    summed over dp, bucket by bucket        forward     activations, stage to stage
     parameters   gathered over dp (sharded optimizer)    backward    their gradients, stage to stage
+    tensor       activations and their gradients inside the layers that tp splits
 
 `mzhybrid` and `zhybrid` are those of arXiv:2409.02423: lossless MPC, or mild zfp, where the model is split, and strong
 zfp on the gradients. `hpcllm` is ours: block int8 for gradients, whose error stays flat in the number of ranks, and
@@ -13,12 +14,12 @@ from __future__ import annotations
 from hpcllm.codecs.names import parse_name
 from hpcllm.errors import ConfigError
 
-TRAFFIC = ("gradients", "parameters", "forward", "backward")
+TRAFFIC = ("gradients", "parameters", "forward", "backward", "tensor")
 POLICIES = {
     "none": {},
-    "mzhybrid": {"gradients": "zfp:8", "forward": "mpc", "backward": "mpc"},
-    "zhybrid": {"gradients": "zfp:8", "forward": "zfp:16", "backward": "zfp:16"},
-    "hpcllm": {"gradients": "int8:256", "forward": "exp", "backward": "exp"},
+    "mzhybrid": {"gradients": "zfp:8", **dict.fromkeys(("parameters", "forward", "backward", "tensor"), "mpc")},
+    "zhybrid": {"gradients": "zfp:8", **dict.fromkeys(("parameters", "forward", "backward", "tensor"), "zfp:16")},
+    "hpcllm": {"gradients": "int8:256", **dict.fromkeys(("parameters", "forward", "backward", "tensor"), "exp")},
 }
 FEEDBACK = "+ef"  # after the name of a lossy codec of gradients: with error feedback
 
@@ -39,11 +40,6 @@ def _check(kind: str, name: str) -> None:
         parsed = parse_name(name.removesuffix(FEEDBACK))
     except ValueError as error:
         raise ConfigError(f"communication.{kind} = {name!r}: {error}") from error
-    if kind == "parameters" and name != "raw":
-        raise ConfigError(
-            f"communication.parameters = {name!r}: every replica updates all of its parameters itself, so none travel; "
-            "valid: 'raw' (sharded optimizer states, whose parameters do travel, are not built yet)"
-        )
     if name.endswith(FEEDBACK) and (kind != "gradients" or parsed.lossless):
         raise ConfigError(
             f"communication.{kind} = {name!r}: error feedback makes up for what a lossy codec of gradients loses; "

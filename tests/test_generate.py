@@ -56,7 +56,7 @@ def cycling_model(tmp_path_factory) -> Path:
     """A decoder whose likeliest next token is the next byte of CYCLE: layers that add nothing, a head that looks up."""
     size = ENCODER.vocabulary
     model = ModelConfig(
-        layers=1, hidden=2 * size, heads=1, ffn=4, vocabulary=size, max_sequence=8, tied=False, biases=False,
+        layers=1, hidden=2 * size, heads=1, ffn=4, vocabulary=size, max_sequence=8, tied=False, biases="none",
         norm="rmsnorm", positions="rotary", activation="gelu",
     )  # fmt: skip
     ids = ENCODER.encode([CYCLE])[0].tolist()[:-1]

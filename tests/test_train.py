@@ -29,7 +29,7 @@ from hpcllm.summary import Summary
 
 LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 3: [(1, 3), (3, 1)], 4: [(2, 2), (4, 1), (1, 4)]}
 WIRINGS = {
-    "gpt2": {"norm": "layernorm", "positions": "learned", "activation": "gelu_tanh", "biases": True, "tied": True},
+    "gpt2": {"norm": "layernorm", "positions": "learned", "activation": "gelu_tanh", "biases": "all", "tied": True},
     "llama": {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "kv_heads": 2, "tied": False},
 }
 STEPS = 20

@@ -1,17 +1,16 @@
 # ruff: noqa: N803, N806 - shape suffixes are upper case; the legend is in the text below
-"""Causal self-attention with grouped queries, and rotary positions.
+"""Causal self-attention with grouped queries, and a sliding window if the model has one.
 
     x --+-- query --(turn)--+
-        +-- key ----(turn)--+-- softmax(q k^T / sqrt(K) + causal mask) v -- output -->
+        +-- key ----(turn)--+-- softmax(q k^T / sqrt(K) + mask) v -- output -->
         +-- value ----------+
+                             mask, window 3:   x . . . .      a token sees itself and those before it,
+                                               x x . . .      at most `window` in all
+                                               x x x . .
+                                               . x x x .
 
-Rotary positions turn each pair (channel i, channel i + K/2) of a head by the angle
-position / theta^(2i/K), so that a score depends on the distance of two tokens only (arXiv:2104.09864; pairs half a
-head apart, as the published Llama weights have them):
-
-    (a, b) -> (a cos - b sin, b cos + a sin)
-
-Shapes: B batch, T sequence, D hidden, H query heads, G key and value heads (H a multiple of G), K channels a head.
+Shapes: B batch, T sequence, D hidden, H query heads, G key and value heads (H a multiple of G), K channels a head,
+R channels of a head that turn (rotary.py), S tokens that are looked at: T, or more with a cache.
 """
 
 from __future__ import annotations
@@ -21,28 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpcllm.config import ModelConfig
+from hpcllm.model.cache import KeyValueCache
 from hpcllm.model.linear import DeferredGradients, Linear
-
-
-def rotary_table(model: ModelConfig) -> Tensor:
-    """(2, max_sequence, 1, K) float32: cosines, and sines with the sign that their channel needs.
-
-    On the CPU, also while parameters are built on the meta device. Angles are float64 until their cosine is taken:
-    in float32 an angle of 8191 radians is off by up to 2^-12.
-    """
-    channels = torch.arange(0, model.head_dim, 2, dtype=torch.float64, device="cpu")
-    positions = torch.arange(model.max_sequence, dtype=torch.float64, device="cpu")
-    angles = torch.outer(positions, model.rope_theta ** (-channels / model.head_dim))
-    cos_TK = torch.cat([angles.cos(), angles.cos()], dim=-1)
-    sin_TK = torch.cat([-angles.sin(), angles.sin()], dim=-1)
-    return torch.stack([cos_TK, sin_TK]).unsqueeze(2).float()
-
-
-def turn(x_BTHK: Tensor, table_2T1K: Tensor) -> Tensor:
-    """Rotate each head of each token by the angles of its position."""
-    cos_T1K, sin_T1K = table_2T1K
-    first, second = x_BTHK.chunk(2, dim=-1)
-    return torch.addcmul(x_BTHK * cos_T1K, torch.cat([second, first], dim=-1), sin_T1K)
+from hpcllm.model.rotary import turn
 
 
 class Attention(nn.Module):
@@ -52,33 +32,55 @@ class Attention(nn.Module):
     for a weight layout that grouped queries complicate and a tensor-parallel split would have to take apart.
     """
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, number: int) -> None:
+        """number: of the block, by which a cache knows it."""
         super().__init__()
-        self.head_dim = model.head_dim
+        self.number, self.window, self.head_dim = number, model.window, model.head_dim
         self.grouped = model.key_value_heads != model.heads
-        key_value = model.key_value_heads * model.head_dim
-        self.query = Linear(model.hidden, model.hidden, bias=model.biases)
-        self.key = Linear(model.hidden, key_value, bias=model.biases)
-        self.value = Linear(model.hidden, key_value, bias=model.biases)
-        self.output = Linear(model.hidden, model.hidden, bias=model.biases)
+        queries, key_values = model.heads * model.head_dim, model.key_value_heads * model.head_dim
+        biases = model.biases != "none"
+        self.query = Linear(model.hidden, queries, bias=biases)
+        self.key = Linear(model.hidden, key_values, bias=biases)
+        self.value = Linear(model.hidden, key_values, bias=biases)
+        self.output = Linear(queries, model.hidden, bias=model.biases == "all")
 
-    def forward(self, x_BTD: Tensor, table_2T1K: Tensor | None, later: DeferredGradients | None = None) -> Tensor:
-        """table_2T1K: the rows of `rotary_table` for these positions; None: positions were added to x before.
+    def forward(
+        self,
+        x_BTD: Tensor,
+        table_2T1R: Tensor | None,
+        later: DeferredGradients | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """table_2T1R: the rows of `rotary_table` for these positions; None: positions were added to x before.
 
-        later: where the linear layers leave their weight gradients; None: in .grad.
+        later: where the linear layers leave their weight gradients; None: in .grad. cache: keys and values of the
+        tokens before x, to which those of x are added; None: there are none.
         """
         heads = (-1, self.head_dim)
         q_BTHK = self.query(x_BTD, later).unflatten(-1, heads)
         k_BTGK = self.key(x_BTD, later).unflatten(-1, heads)
         v_BTGK = self.value(x_BTD, later).unflatten(-1, heads)
-        if table_2T1K is not None:
-            q_BTHK, k_BTGK = turn(q_BTHK, table_2T1K), turn(k_BTGK, table_2T1K)
+        if table_2T1R is not None:
+            q_BTHK, k_BTGK = turn(q_BTHK, table_2T1R), turn(k_BTGK, table_2T1R)
+        if cache is not None:
+            k_BTGK, v_BTGK = cache.add(self.number, k_BTGK, v_BTGK)
+        mask_TS = _mask(q_BTHK.shape[1], k_BTGK.shape[1], self.window)
         out_BHTK = functional.scaled_dot_product_attention(
             q_BTHK.transpose(1, 2),
             k_BTGK.transpose(1, 2),
             v_BTGK.transpose(1, 2),
-            is_causal=True,
+            attn_mask=mask_TS,
+            is_causal=mask_TS is None and q_BTHK.shape[1] > 1,
             enable_gqa=self.grouped,
         )
         out_BTD: Tensor = self.output(out_BHTK.transpose(1, 2).flatten(2), later)
         return out_BTD
+
+
+def _mask(queries: int, keys: int, window: int) -> Tensor | None:
+    """(T, S) bool: true where the last T of S tokens look; None where plain causal attention says it all."""
+    whole = queries in (1, keys)  # one new token looks at everything; as many as keys: the usual triangle
+    if whole and not 0 < window < keys:
+        return None
+    distance = torch.arange(keys - queries, keys).unsqueeze(1) - torch.arange(keys)
+    return (distance >= 0) & (distance < (window or keys))

@@ -32,8 +32,8 @@ class FeedForward(nn.Module):
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.approximate = "tanh" if model.activation == "gelu_tanh" else "none"
-        self.up = Linear(model.hidden, model.ffn, bias=model.biases)
-        self.down = Linear(model.ffn, model.hidden, bias=model.biases)
+        self.up = Linear(model.hidden, model.ffn, bias=model.biases == "all")
+        self.down = Linear(model.ffn, model.hidden, bias=model.biases == "all")
 
     def forward(self, x_BTD: Tensor, later: DeferredGradients | None = None) -> Tensor:
         y_BTD: Tensor = self.down(functional.gelu(self.up(x_BTD, later), approximate=self.approximate), later)
@@ -43,9 +43,9 @@ class FeedForward(nn.Module):
 class GatedFeedForward(nn.Module):
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.gate = Linear(model.hidden, model.ffn, bias=model.biases)
-        self.up = Linear(model.hidden, model.ffn, bias=model.biases)
-        self.down = Linear(model.ffn, model.hidden, bias=model.biases)
+        self.gate = Linear(model.hidden, model.ffn, bias=model.biases == "all")
+        self.up = Linear(model.hidden, model.ffn, bias=model.biases == "all")
+        self.down = Linear(model.ffn, model.hidden, bias=model.biases == "all")
 
     def forward(self, x_BTD: Tensor, later: DeferredGradients | None = None) -> Tensor:
         y_BTD: Tensor = self.down(functional.silu(self.gate(x_BTD, later)) * self.up(x_BTD, later), later)

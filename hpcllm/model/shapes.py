@@ -60,7 +60,8 @@ def cut_layers(sizes: Sequence[int]) -> list[StageSpan]:
 def head_in_blocks(model: ModelConfig) -> float:
     """FLOPs of the output layer over FLOPs of one block, at the longest sequence."""
     block = sum(math.prod(shape) for shape in _block(model).values() if len(shape) == 2)
-    return 6.0 * model.vocabulary * model.hidden / (6.0 * block + 12.0 * model.hidden * model.max_sequence)
+    attention = 12.0 * model.heads * model.head_dim * model.max_sequence
+    return 6.0 * model.vocabulary * model.hidden / (6.0 * block + attention)
 
 
 def parameter_shapes(model: ModelConfig, span: StageSpan | None = None) -> dict[str, Shape]:
@@ -89,22 +90,22 @@ def parameter_count(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """FLOPs of one forward and backward pass per token, the model's own (nothing recomputed).
 
-    6 per weight of a matrix product, and 12 x hidden x sequence a layer for the two products of attention
-    (arXiv:2104.04473 counts the whole square of scores, not the causal half; so do we).
+    6 per weight of a matrix product, and 12 x channels of all heads x sequence a layer for the two products of
+    attention (arXiv:2104.04473 counts the whole square of scores, not the causal half; so do we).
     """
     shapes = parameter_shapes(model)
     matrices = sum(math.prod(s) for name, s in shapes.items() if len(s) == 2 and name.startswith(("blocks.", "head.")))
     head = math.prod(shapes["embedding.weight"]) if model.tied else 0
-    return 6.0 * (matrices + head) + 12.0 * model.layers * model.hidden * sequence_length
+    return 6.0 * (matrices + head) + 12.0 * model.layers * model.heads * model.head_dim * sequence_length
 
 
 def _block(model: ModelConfig) -> dict[str, Shape]:
-    key_value = model.key_value_heads * model.head_dim
+    queries, key_values = model.heads * model.head_dim, model.key_value_heads * model.head_dim
     shapes = _norm("attention_norm", model)
-    shapes |= _linear("attention.query", model.hidden, model.hidden, model)
-    shapes |= _linear("attention.key", key_value, model.hidden, model)
-    shapes |= _linear("attention.value", key_value, model.hidden, model)
-    shapes |= _linear("attention.output", model.hidden, model.hidden, model)
+    shapes |= _linear("attention.query", queries, model.hidden, model)
+    shapes |= _linear("attention.key", key_values, model.hidden, model)
+    shapes |= _linear("attention.value", key_values, model.hidden, model)
+    shapes |= _linear("attention.output", model.hidden, queries, model)
     shapes |= _norm("ffn_norm", model)
     if model.activation == "swiglu":
         shapes |= _linear("ffn.gate", model.ffn, model.hidden, model)
@@ -120,8 +121,13 @@ def _norm(name: str, model: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def has_bias(layer: str, model: ModelConfig) -> bool:
+    """Whether a linear layer of a block has a bias, by the end of its name."""
+    return model.biases == "all" or (model.biases == "qkv" and layer.endswith((".query", ".key", ".value")))
+
+
 def _linear(name: str, outputs: int, inputs: int, model: ModelConfig) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {f"{name}.weight": (outputs, inputs)}
-    if model.biases:
+    if has_bias(name, model):
         shapes[f"{name}.bias"] = (outputs,)
     return shapes

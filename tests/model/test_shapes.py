@@ -65,7 +65,7 @@ def test_flops_of_matrices_are_those_that_pytorch_counts(name, length):
         cross_entropy_sum(decoder(tokens), tokens).backward()
     products = {"aten.mm", "aten.addmm"}
     counted = sum(n for kind, n in counter.get_flop_counts()["Global"].items() if str(kind) in products)
-    attention = 12.0 * model.layers * model.hidden * length
+    attention = 12.0 * model.layers * model.heads * model.head_dim * length
     assert flops_per_token(model, length) - attention == counted / (batch * length)
 
 

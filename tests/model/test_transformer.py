@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from hpcllm.model.attention import rotary_table, turn
 from hpcllm.model.initialisation import allocate, build
 from hpcllm.model.loss import cross_entropy_sum
+from hpcllm.model.rotary import rotary_table, turn
 from hpcllm.model.shapes import parameter_shapes, split_layers
 from hpcllm.model.transformer import Decoder
 from tests.model.variants import VARIANTS, random_tokens, whole

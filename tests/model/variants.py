@@ -8,8 +8,8 @@ from hpcllm.config import ModelConfig
 from hpcllm.model.shapes import StageSpan
 
 SMALL = {"layers": 4, "hidden": 24, "heads": 6, "ffn": 40, "vocabulary": 61, "max_sequence": 17}
-GPT2 = {"norm": "layernorm", "positions": "learned", "activation": "gelu_tanh", "biases": True}
-LLAMA = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "biases": False}
+GPT2 = {"norm": "layernorm", "positions": "learned", "activation": "gelu_tanh", "biases": "all"}
+LLAMA = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "biases": "none"}
 
 VARIANTS = {
     "gpt2": ModelConfig(**SMALL, **GPT2),
@@ -19,6 +19,17 @@ VARIANTS = {
         **SMALL, **(GPT2 | {"positions": "rotary", "activation": "gelu"}), kv_heads=1, tied=False
     ),
     "gated with biases": ModelConfig(**SMALL, **(GPT2 | {"norm": "rmsnorm", "activation": "swiglu"}), kv_heads=3),
+    "neox": ModelConfig(
+        **SMALL,
+        **(GPT2 | {"positions": "rotary", "activation": "gelu"}),
+        tied=False,
+        parallel_residual=True,
+        rope_fraction=0.5,
+    ),
+    "qwen": ModelConfig(**SMALL, **(LLAMA | {"biases": "qkv"}), kv_heads=2, head_channels=8, window=5),
+    "llama 3.1": ModelConfig(
+        **SMALL, **LLAMA, kv_heads=2, tied=False, rope_scaling="llama3", rope_factor=8.0, rope_original_sequence=16
+    ),
 }
 
 

@@ -33,7 +33,7 @@ SIZE, LENGTH, SCALE = 2, 9, 0.125
 SHAPE = {"layers": 12, "hidden": 24, "heads": 3, "ffn": 40, "vocabulary": 61, "max_sequence": 12}
 MODELS = {
     "tied": ModelConfig(**SHAPE),
-    "untied": ModelConfig(**SHAPE, tied=False, norm="rmsnorm", positions="rotary", activation="swiglu", biases=False),
+    "untied": ModelConfig(**SHAPE, tied=False, norm="rmsnorm", positions="rotary", activation="swiglu", biases="none"),
 }
 KINDS = [
     ("gpipe", None),
