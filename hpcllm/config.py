@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from hpcllm.errors import ConfigError
 from hpcllm.policy import TRAFFIC, codecs_of
+from hpcllm.rules import RULES, divisors
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -179,70 +180,6 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
-
-
-# key -> (what is valid, test); one row per rule that a single value decides
-RULES: dict[str, tuple[str, typing.Callable[[Any], bool]]] = {
-    "run.name": (
-        "a printable name without '/' that does not start with '.'",
-        lambda v: v.isprintable() and v[:1] not in ("", ".") and "/" not in v,
-    ),
-    "run.seed": ("0 <= seed < 2^63", lambda v: 0 <= v < 2**63),
-    "run.steps": (">= 1", lambda v: v >= 1),
-    "model.layers": (">= 1", lambda v: v >= 1),
-    "model.hidden": (">= 1", lambda v: v >= 1),
-    "model.heads": (">= 1", lambda v: v >= 1),
-    "model.kv_heads": (">= 0", lambda v: v >= 0),
-    "model.head_channels": (">= 0", lambda v: v >= 0),
-    "model.ffn": (">= 1", lambda v: v >= 1),
-    "model.vocabulary": (">= 0", lambda v: v >= 0),
-    "model.max_sequence": (">= 1", lambda v: v >= 1),
-    "model.norm_epsilon": ("> 0", lambda v: v > 0),
-    "model.rope_theta": ("> 1", lambda v: v > 1),
-    "model.rope_fraction": ("0 < rope_fraction <= 1", lambda v: 0 < v <= 1),
-    "model.rope_factor": (">= 1", lambda v: v >= 1),
-    "model.rope_low_frequency": ("> 0", lambda v: v > 0),
-    "model.rope_high_frequency": ("> 0", lambda v: v > 0),
-    "model.rope_original_sequence": (">= 1", lambda v: v >= 1),
-    "model.window": (">= 0", lambda v: v >= 0),
-    "data.sequence_length": (">= 1", lambda v: v >= 1),
-    "data.global_batch": (">= 1", lambda v: v >= 1),
-    "data.validation_sequences": (">= 1", lambda v: v >= 1),
-    "mesh.dp": (">= 0", lambda v: v >= 0),
-    "mesh.pp": (">= 1", lambda v: v >= 1),
-    "mesh.tp": (">= 1", lambda v: v >= 1),
-    "mesh.order": (
-        "the axes tp, dp and pp, each once, fastest first",
-        lambda v: sorted(v.split(",")) == ["dp", "pp", "tp"],
-    ),
-    "pipeline.microbatches": (">= 1", lambda v: v >= 1),
-    "pipeline.chunks": (">= 0", lambda v: v >= 0),
-    "pipeline.layers": ("at least one block for each virtual stage", lambda v: all(blocks >= 1 for blocks in v)),
-    "pipeline.recompute": (
-        "none, selective or full, or one of them for each virtual stage, as in 'full,full,none,none'",
-        lambda v: all(word in ("none", "selective", "full") for word in v.split(",")),
-    ),
-    "pipeline.loss_tokens": (">= 0", lambda v: v >= 0),
-    "precision.loss_scale": (">= 1", lambda v: v >= 1),
-    "precision.loss_scale_steps": (">= 1", lambda v: v >= 1),
-    "optimizer.learning_rate": ("> 0", lambda v: v > 0),
-    "optimizer.warmup_steps": (">= 0", lambda v: v >= 0),
-    "optimizer.final_fraction": ("0 to 1", lambda v: 0 <= v <= 1),
-    "optimizer.weight_decay": (">= 0", lambda v: v >= 0),
-    "optimizer.beta1": ("0 <= beta1 < 1", lambda v: 0 <= v < 1),
-    "optimizer.beta2": ("0 <= beta2 < 1", lambda v: 0 <= v < 1),
-    "optimizer.epsilon": ("> 0", lambda v: v > 0),
-    "optimizer.clip_norm": (">= 0", lambda v: v >= 0),
-    "communication.exact_steps": (">= 0", lambda v: v >= 0),
-    "communication.bucket_mib": ("> 0", lambda v: v > 0),
-    "communication.hash_every_steps": (">= 0", lambda v: v >= 0),
-    "checkpoint.every_steps": (">= 0", lambda v: v >= 0),
-    "checkpoint.keep": (">= 1", lambda v: v >= 1),
-    "log.every_steps": (">= 1", lambda v: v >= 1),
-    "log.trace_steps": ("steps, from 1 on", lambda v: all(step >= 1 for step in v)),
-    "log.validation_every_steps": (">= 0", lambda v: v >= 0),
-    "limits.stall_s": ("> 0", lambda v: v > 0),
-}
 
 
 def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
@@ -431,10 +368,3 @@ def _check_communication(communication: CommunicationConfig) -> None:
 def traffic_codecs(communication: CommunicationConfig) -> dict[str, str]:
     """Kind of traffic -> codec name, after policy and single keys. Raises ConfigError."""
     return codecs_of(communication.policy, {kind: getattr(communication, kind) for kind in TRAFFIC})
-
-
-def divisors(n: int) -> str:
-    """'1, 2, 4, 8' for 8: the answer that an error about a remainder owes its reader; the first dozen of many."""
-    low = [d for d in range(1, math.isqrt(min(n, 10**12)) + 1) if n % d == 0]
-    found = sorted({*low, *(n // d for d in low)})
-    return ", ".join(map(str, found[:12])) + (", ..." if len(found) > 12 else "")

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from hpcllm.config import Config, divisors
+from hpcllm.config import Config
 from hpcllm.errors import MeshError, ScheduleError
 from hpcllm.mesh import mesh_sizes
 from hpcllm.model.shapes import StageSpan, cut_layers, split_layers
 from hpcllm.pipeline.placement import Placement
 from hpcllm.pipeline.schedules import Schedule, make_schedule, read_schedule
+from hpcllm.rules import divisors
 
 
 def check_layout(config: Config, ranks: int) -> Config:

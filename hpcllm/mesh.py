@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from mpi4py import MPI
 
-from hpcllm.config import MeshConfig, divisors
+from hpcllm.config import MeshConfig
 from hpcllm.errors import MeshError
+from hpcllm.rules import divisors
 
 AXES = ("dp", "pp", "tp")
 

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcllm import config
-from hpcllm.config import RULES, Config, ModelConfig, from_tables, parse, to_tables
+from hpcllm.config import Config, ModelConfig, from_tables, parse, to_tables
 from hpcllm.errors import ConfigError
 from hpcllm.policy import POLICIES
+from hpcllm.rules import RULES, divisors
 
 SECTIONS = {f.name: f.default_factory for f in dataclasses.fields(Config)}
 KEYS = {f"{name}.{f.name}": f for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)}
@@ -42,6 +43,8 @@ def models(draw) -> dict:
         "activation": draw(st.sampled_from(["gelu", "gelu_tanh", "swiglu"])),
         "tied": draw(st.booleans()),
         "rope_theta": draw(st.floats(1.5, 1e6)),
+        "rope_fraction": draw(st.sampled_from([1.0] if half % 2 else [1.0, 0.5])),
+        "biases": draw(st.sampled_from(["none", "all", "qkv"])),
     }
 
 
@@ -55,15 +58,27 @@ def valid_tables(draw) -> dict:
         "mesh": {
             "dp": draw(st.integers(0, 99)),
             "pp": draw(st.integers(1, model["layers"])),
+            "tp": draw(st.integers(1, 9)),
             "order": ",".join(draw(st.permutations(["dp", "pp", "tp"]))),
+            "sequence_parallel": draw(st.booleans()),
         },
         "pipeline": {
             "schedule": draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])),
             "microbatches": draw(st.integers(1, 99)),
             "chunks": draw(st.integers(0, 9)),
+            "recompute": draw(st.sampled_from(["none", "full", "selective,full"])),
             "layers": draw(st.sampled_from([[], [model["layers"]], [1] * model["layers"]])),
         },
-        "optimizer": {"learning_rate": draw(positive), "beta1": draw(fractions), "final_fraction": draw(fractions)},
+        "optimizer": {
+            "learning_rate": draw(positive),
+            "beta1": draw(fractions),
+            "final_fraction": draw(fractions),
+            "shard": draw(st.sampled_from(["none", "states", "states+gradients", "all"])),
+        },
+        "precision": {
+            "compute": draw(st.sampled_from(["fp32", "bf16", "fp16"])),
+            "loss_scale": draw(st.floats(1, 1e9)),
+        },
         "communication": {
             "gradients": draw(st.sampled_from(["", "raw", "int8:64:sr", "zfp:12", "int4:128+ef"])),
             "policy": draw(st.sampled_from(list(POLICIES))),
@@ -154,7 +169,10 @@ def test_words_of_the_command_line(override, key, value):
     [
         ({"modle": {}}, ["unknown table [modle]", "did you mean model?", "valid: "]),
         ({"qqq": {}}, ["unknown table [qqq]", "valid: checkpoint, communication"]),
-        ({"mesh": {"ordr": 2}}, ["unknown key mesh.ordr", "did you mean order?", "dp, order, pp, tp"]),
+        (
+            {"mesh": {"ordr": 2}},
+            ["unknown key mesh.ordr", "did you mean order?", "dp, order, pp, sequence_parallel, tp"],
+        ),
         ({"mesh": 3}, ["mesh = 3", "table"]),
         ({"model": {"preset": "gpt2-124"}}, ["model.preset = 'gpt2-124'", "did you mean gpt2-124m?"]),
         ({"model": {"preset": 3}}, ["model.preset = 3", "a string"]),
@@ -169,11 +187,14 @@ def test_words_of_the_command_line(override, key, value):
         ({"run": {"name": "a/b"}}, ["run.name = 'a/b'", "without '/'"]),
         ({"run": {"name": ""}}, ["run.name = ''"]),
         ({"run": {"name": ".."}}, ["run.name = '..'"]),
-        ({"mesh": {"tp": 2}}, ["mesh.tp = 2", "not built yet"]),
+        ({"mesh": {"tp": 0}}, ["mesh.tp = 0", ">= 1"]),
         ({"mesh": {"order": "dp,pp"}}, ["mesh.order = 'dp,pp'", "tp, dp and pp"]),
         ({"model": {"hidden": 100, "heads": 3}}, ["hidden = 100", "heads = 3", "1, 2, 4, 5, 10, 20, 25"]),
         ({"model": {"hidden": 12, "heads": 6, "kv_heads": 4}}, ["kv_heads = 4", "heads = 6", "1, 2, 3, 6"]),
-        ({"model": {"hidden": 9, "heads": 3, "kv_heads": 0, "positions": "rotary"}}, ["= 3 is odd", "even"]),
+        (
+            {"model": {"hidden": 9, "heads": 3, "kv_heads": 0, "positions": "rotary"}},
+            ["head's 3 channels", "is 3", "even"],
+        ),
         (
             {"model": {"max_sequence": 256}, "data": {"sequence_length": 257}},
             ["sequence_length = 257", "max_sequence = 256"],
@@ -195,7 +216,16 @@ def test_words_of_the_command_line(override, key, value):
         ({"communication": {"backward": "int8+ef"}}, ["backward = 'int8+ef'", "'int8:256'"]),
         ({"communication": {"gradients": "exp+ef"}}, ["gradients = 'exp+ef'", "'exp'"]),
         ({"communication": {"forward": "int4:64:sr"}}, ["forward = 'int4:64:sr'", "'int4:64'"]),
-        ({"communication": {"parameters": "exp"}}, ["parameters = 'exp'", "'raw'"]),
+        ({"communication": {"parameters": "int8+ef"}}, ["parameters = 'int8+ef'", "'int8:256'"]),
+        ({"communication": {"tensor": "int4:64:sr"}}, ["tensor = 'int4:64:sr'", "'int4:64'"]),
+        ({"model": {"hidden": 12, "heads": 3, "rope_fraction": 0.8}}, ["rope_fraction = 0.8", "4 channels", "even"]),
+        ({"model": {"hidden": 12, "heads": 3, "rope_fraction": 0.2}}, ["rope_fraction = 0.2", "is 0", "not 0"]),
+        ({"model": {"hidden": 12, "heads": 3, "rope_fraction": 1.5}}, ["rope_fraction = 1.5", "<= 1"]),
+        ({"model": {"rope_scaling": "yarn"}}, ["rope_scaling = 'yarn'", "'linear', 'llama3'"]),
+        ({"model": {"rope_scaling": "llama3", "rope_low_frequency": 4.0}}, ["rope_low_frequency = 4.0", "1 and 4"]),
+        ({"pipeline": {"recompute": "full,some"}}, ["recompute = 'full,some'", "none, selective or full"]),
+        ({"optimizer": {"shard": "zero"}}, ["shard = 'zero'", "'states+gradients'"]),
+        ({"precision": {"compute": "fp8"}}, ["compute = 'fp8'", "'bf16'"]),
     ],
 )
 def test_a_wrong_file_is_refused_with_key_value_and_what_is_valid(tables, said):
@@ -244,7 +274,7 @@ def test_no_text_does_anything_but_load_or_be_refused(text, overrides):
 @given(st.integers(1, 5000))
 def test_divisors_are_those_that_leave_nothing_a_dozen_at_most(n):
     want = [d for d in range(1, n + 1) if math.gcd(d, n) == d]
-    found = config.divisors(n).split(", ")
+    found = divisors(n).split(", ")
     assert found == [str(d) for d in want[:12]] + (["..."] if len(want) > 12 else [])
 
 
@@ -252,4 +282,4 @@ def test_a_number_too_large_to_be_meant_is_refused_at_once():
     for text in ("1" + "0" * 400, "9" * 5000):
         with pytest.raises(ConfigError):
             parse(f"[optimizer]\nlearning_rate = {text}\n")
-    assert config.divisors(10**18)
+    assert divisors(10**18)
