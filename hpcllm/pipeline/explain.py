@@ -29,11 +29,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
 
-from hpcllm.pipeline.clock import Span
-from hpcllm.pipeline.dependencies import Event, Step, compute_needs, walk
+from hpcllm.pipeline.clock import clock, in_order, spans_of
+from hpcllm.pipeline.dependencies import Event, Step
 from hpcllm.pipeline.grid import Rows
 from hpcllm.pipeline.measured import Measured, Wait
-from hpcllm.pipeline.schedules import Schedule
 
 PARTS = ("bubble", "imbalance", "uneven", "late_start", "engine", "exposed_communication")
 Times = dict[Event, float]  # of a rank's action, seconds
@@ -61,7 +60,8 @@ class Explanation:
 
 def explain(measured: Measured) -> Explanation:
     """Divide the time of each rank into what it computed and the parts that the module's docstring defines."""
-    order, entries, gaps = compute_order(measured.schedule), measured.entries, _gaps(measured)
+    schedule, entries, gaps = measured.schedule, measured.entries, _gaps(measured)
+    order = list(in_order(schedule.placement, schedule.work()))
     real = {(rank, a): end - start for rank, row in enumerate(measured.rows) for a, start, end in row}
     even = replay(order, _means(real, lambda _, action: action.op))
     ideal = replay(order, _means(real, lambda rank, action: (action.op, rank, action.chunk)))
@@ -88,28 +88,17 @@ def _rank_time(measured: Measured, rank: int, parts_s: Sequence[float], gaps: Ti
     )
 
 
-def compute_order(schedule: Schedule) -> list[Step]:
-    """What all ranks compute, in an order in which it can happen, each with what had to be computed before."""
-    work = schedule.work()
-    return list(walk(work, compute_needs(schedule.placement, work)))
-
-
 def replay(
     order: Sequence[Step], times: Times, gaps: Mapping[Event, float] | None = None, entries: Sequence[float] = ()
 ) -> Rows:
     """When each action would run if messages took no time.
 
-    times: how long each action takes; gaps: how long its rank is busy with something else before it; entries: when each
-    rank enters the step, else at 0.
+    order: clock.in_order's; times: how long each action takes; gaps: how long its rank is busy with something else
+    before it; entries: when each rank enters the step, else at 0.
     """
-    free = defaultdict(float, enumerate(entries))
-    rows, ends = defaultdict[int, list[Span]](list), dict[Event, float]()
-    for rank, action, need in order:
-        ready = ends[need] if need else 0.0
-        start = max(free[rank] + (gaps[rank, action] if gaps else 0.0), ready)
-        free[rank] = ends[rank, action] = start + times[rank, action]
-        rows[rank].append((action, start, free[rank]))
-    return [rows[rank] for rank in range(len(rows))]
+    pauses = gaps or defaultdict(float)
+    done = clock(order, lambda *event: times[event], pause=lambda *event: pauses[event], entries=entries)
+    return spans_of(done, 1 + max(rank for rank, _, _ in order))
 
 
 def _means(real: Times, kind: Callable[..., object]) -> Times:

@@ -58,13 +58,8 @@ def lines(explanations: Sequence[Explanation], columns: int) -> list[str]:
 def as_dict(explanations: Sequence[Explanation]) -> dict[str, Any]:
     """For --json: every replica; seconds."""
     measured = explanations[0].measured
-    placement = measured.schedule.placement
     return {
-        "schedule": measured.schedule.name,
-        "ranks": placement.ranks,
-        "chunks": placement.chunks,
-        "placement": placement.kind,
-        "microbatches": measured.schedule.microbatches,
+        **measured.schedule.shape(),
         "step": measured.step,
         "clock_error_s": measured.clock_error_s,
         "replicas": [_replica_dict(explanation) for explanation in explanations],

@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from hpcllm.pipeline.actions import Action, Op
-from hpcllm.pipeline.clock import Done, clock
+from hpcllm.pipeline.clock import Done, clock, in_order
 from hpcllm.pipeline.dependencies import Event, Work
 from hpcllm.pipeline.placement import Placement
 
@@ -37,7 +37,7 @@ def with_messages(placement: Placement, work: Work) -> tuple[tuple[Action, ...],
     """The work of each rank with its messages. Raises ScheduleError if the work cannot be done in this order."""
     rows: list[list[Done]] = [[] for _ in work]
     sent: set[Event] = set()  # the work whose output leaves its rank
-    for done in clock(placement, work, lambda _, action: PLANNED[action.op]):
+    for done in clock(in_order(placement, work), lambda _, action: PLANNED[action.op]):
         rows[done.rank].append(done)
         if done.source and done.source[0] != done.rank:
             sent.add(done.source)

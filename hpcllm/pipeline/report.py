@@ -98,19 +98,14 @@ def legend(grid: Grid, rows: Rows) -> list[str]:
 
 def as_dict(timeline: Timeline, times: Times, message_bytes: int | None) -> dict[str, Any]:
     """For --json; times in the unit of --times."""
-    schedule, placement = timeline.schedule, timeline.schedule.placement
     return {
-        "schedule": schedule.name,
-        "ranks": placement.ranks,
-        "chunks": placement.chunks,
-        "placement": placement.kind,
-        "microbatches": schedule.microbatches,
+        **timeline.schedule.shape(),
         "times": asdict(times),
         "proved": proved(timeline),
         "step_time": timeline.makespan,
         "idle_share": timeline.bubble,
         "message_bytes": message_bytes,
-        "per_rank": [_rank_dict(timeline, rank, message_bytes) for rank in range(placement.ranks)],
+        "per_rank": [_rank_dict(timeline, rank, message_bytes) for rank in range(len(timeline.spans))],
     }
 
 

@@ -50,10 +50,14 @@ class Schedule:
         """The compute actions of each rank."""
         return [[action for action in row if action.op in COMPUTE] for row in self.actions]
 
+    def shape(self) -> dict[str, str | int]:
+        """What a schedule says of itself, in texts, reports and traces: the keys of HEADER."""
+        place = self.placement
+        return dict(zip(HEADER, (self.name, place.ranks, place.chunks, place.kind, self.microbatches), strict=True))
+
     def text(self) -> str:
         """What read_schedule reads."""
-        head = (self.name, self.placement.ranks, self.placement.chunks, self.placement.kind, self.microbatches)
-        lines = [f"{key} {value}" for key, value in zip(HEADER, head, strict=True)]
+        lines = [f"{key} {value}" for key, value in self.shape().items()]
         lines += [f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(self.actions)]
         return "\n".join(lines) + "\n"
 

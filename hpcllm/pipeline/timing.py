@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hpcllm.errors import ScheduleError
 from hpcllm.pipeline.actions import Action, Op
-from hpcllm.pipeline.clock import Span, clock
+from hpcllm.pipeline.clock import Span, clock, in_order, spans_of
 from hpcllm.pipeline.placement import Placement
 from hpcllm.pipeline.schedules import Schedule
 
@@ -89,10 +89,10 @@ def simulate(schedule: Schedule, times: Times = USUAL) -> Timeline:
 
     Raises ScheduleError if the schedule cannot run to its end, or if times of virtual stages are not of all of them.
     """
-    spans: list[list[Span]] = [[] for _ in schedule.actions]
     durations = _durations(schedule.placement, times)
-    for done in clock(schedule.placement, schedule.work(), lambda r, a: durations[r, a.chunk][a.op], times.send):
-        spans[done.rank].append((done.action, done.start, done.end))
+    order = in_order(schedule.placement, schedule.work())
+    done = clock(order, lambda rank, action: durations[rank, action.chunk][action.op], times.send)
+    spans = spans_of(done, len(schedule.actions))
     makespan = max((row[-1][2] for row in spans if row), default=0.0)
     return Timeline(
         schedule=schedule,

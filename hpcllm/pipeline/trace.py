@@ -92,11 +92,7 @@ def _ids(replica: int, rank: int) -> dict[str, int]:
 
 def _about(schedule: Schedule, step: int, error_s: float) -> dict[str, object]:
     return {
-        "schedule": schedule.name,
-        "ranks": schedule.placement.ranks,
-        "chunks": schedule.placement.chunks,
-        "placement": schedule.placement.kind,
-        "microbatches": schedule.microbatches,
+        **schedule.shape(),
         "step": step,
         "clock_error_us": round(1e6 * error_s, 3),
         "actions": [[str(action) for action in row] for row in schedule.actions],

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcllm.pipeline.explain import PARTS, compute_order, explain, replay
+from hpcllm.pipeline.clock import in_order
+from hpcllm.pipeline.explain import PARTS, explain, replay
 from hpcllm.pipeline.measured import parse_trace
 from hpcllm.pipeline.schedules import SCHEDULES, make_schedule
 from hpcllm.pipeline.timing import Times, simulate
@@ -82,7 +83,8 @@ def test_the_slow_stage_idles_less_and_the_others_wait_for_it():
 def test_a_replay_with_a_schedule_s_own_times_is_its_timeline(name, ranks, m, forward, weight):
     timeline = simulate(make_schedule(name, ranks, m), Times(forward, 3 * weight, weight))
     times = {(rank, a): end - start for rank, row in enumerate(timeline.spans) for a, start, end in row}
-    again = replay(compute_order(timeline.schedule), times)
+    schedule = timeline.schedule
+    again = replay(list(in_order(schedule.placement, schedule.work())), times)
     for row, spans in zip(again, timeline.spans, strict=True):
         assert [a for a, _, _ in row] == [a for a, _, _ in spans]
         assert [s for _, s, _ in row] == pytest.approx([s for _, s, _ in spans])
