@@ -24,7 +24,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -63,48 +62,12 @@ def overrides(model: str, ranks: int, store: str) -> list[str]:
 
 def rank_program(hook: str, settings: list[str], steps: int) -> None:
     """What each rank of a PyTorch variant runs; rank 0 prints the seconds of its steps as a line of JSON."""
-    import torch
-    import torch.distributed as dist
-    from mpi4py import MPI
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-    from torch.nn.functional import cross_entropy
-    from torch.nn.parallel import DistributedDataParallel
+    import plain_torch
 
-    from hpcllm import config as configs
-    from hpcllm.assemble import open_store
-    from hpcllm.data.sampler import Sampler, read_batch, sample_count
-    from hpcllm.model.initialisation import build
-    from hpcllm.model.shapes import split_layers
-    from hpcllm.optim.adamw import make_adamw, set_learning_rate
-    from hpcllm.optim.learning_rate import learning_rate
-
-    rank, ranks = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    config, store = open_store(configs.load(RUN_FILE, settings), MPI.COMM_WORLD)
-    length, tokens = config.data.sequence_length, store.tokens("train")
-    sampler = Sampler(sample_count(len(tokens), length), config.run.seed)
-    decoder = model = build(config.model, split_layers(config.model, 1)[0], config.run.seed)
-    if hook:
-        dist.init_process_group("gloo", rank=rank, world_size=ranks)
-        model = DistributedDataParallel(decoder, gradient_as_bucket_view=True)
-        if hook == "fp16":
-            model.register_comm_hook(None, fp16_compress_hook)
-    adamw = make_adamw(dict(decoder.named_parameters()), config.optimizer)
-    seconds = []
-    for step in range(steps):
-        start = time.perf_counter()
-        set_learning_rate(adamw, learning_rate(step, config.run.steps, config.optimizer))
-        batch = torch.from_numpy(read_batch(tokens, sampler, length, step * ranks + rank, 1))
-        loss = cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-        adamw.zero_grad(set_to_none=False)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(decoder.parameters(), config.optimizer.clip_norm)
-        adamw.step()
-        seconds.append(time.perf_counter() - start)
-    if rank == 0:
-        print(json.dumps({"seconds": seconds, "loss": loss.item()}), flush=True)
-    MPI.COMM_WORLD.Barrier()
-    MPI.Finalize()
-    os._exit(0)  # gloo's own end hangs now and then, where one rank is gone before the other
+    run = plain_torch.plain_loop(RUN_FILE, settings, steps, hook)
+    if plain_torch.MPI.COMM_WORLD.rank == 0:
+        print(json.dumps({"seconds": run.seconds, "loss": run.loss}), flush=True)
+    plain_torch.leave()
 
 
 def run_on_cluster(ranks: int, command: list[str]) -> str:

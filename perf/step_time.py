@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -33,43 +32,6 @@ VARIANTS = {  # name -> (ranks, threads a rank, overrides); None: the plain loop
     "plain PyTorch loop, 2 threads": (1, 2, None),
     "one rank, 2 threads": (1, 2, ["mesh.pp=1", "pipeline.microbatches=1"]),
 }
-
-
-def plain_loop(store_path: str, steps: int) -> list[float]:
-    """Seconds of each step of the loop that one would write without us."""
-    import torch
-    from torch.nn.functional import cross_entropy
-
-    from hpcllm import config as configs
-    from hpcllm.assemble import open_store
-    from hpcllm.data.sampler import Sampler, read_batch, sample_count
-    from hpcllm.model.initialisation import build
-    from hpcllm.model.shapes import split_layers
-
-    config, store = open_store(configs.load(RUN_FILE, [f"data.store={json.dumps(store_path)}"]), None)
-    data, optimizer = config.data, config.optimizer
-    tokens = store.tokens("train")
-    sampler = Sampler(sample_count(len(tokens), data.sequence_length), config.run.seed)
-    model = build(config.model, split_layers(config.model, 1)[0], config.run.seed)
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, lr=1e-3, betas=(optimizer.beta1, optimizer.beta2), fused=True)
-    seconds = []
-    for step in range(steps):
-        start = time.perf_counter()
-        batch = torch.from_numpy(
-            read_batch(tokens, sampler, data.sequence_length, step * data.global_batch, data.global_batch)
-        )
-        logits = model(batch[:, :-1])
-        loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        adamw.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.clip_norm)
-        adamw.step()
-        loss.item()
-        seconds.append(time.perf_counter() - start)
-    return seconds
 
 
 def our_loop(store: str, steps: int, ranks: int, overrides: list[str], environment: dict[str, str]) -> list[float]:
@@ -120,7 +82,10 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.plain:
-        print(json.dumps(plain_loop(arguments.store, arguments.steps)))
+        from plain_torch import plain_loop
+
+        store = f"data.store={json.dumps(arguments.store)}"
+        print(json.dumps(plain_loop(RUN_FILE, [store], arguments.steps).seconds))
         return
     results: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for repeat in range(arguments.repeats):

@@ -1,0 +1,93 @@
+"""The loop that one would write without us: PyTorch, alone or with DistributedDataParallel over gloo.
+
+Same model, weights, samples, AdamW and clipping as `python -m hpcllm train` with the same run file and overrides, so
+that a figure beside ours compares like with like. Every rank of MPI.COMM_WORLD is a replica.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from hpcllm import config as configs
+from hpcllm.assemble import open_store
+from hpcllm.config import OptimizerConfig
+from hpcllm.data.sampler import Sampler, read_batch, sample_count
+from hpcllm.model.initialisation import build
+from hpcllm.model.shapes import split_layers
+from hpcllm.optim.learning_rate import learning_rate
+
+HOOKS = ("", "fp32", "fp16")  # none: without DistributedDataParallel; how its gradients travel
+
+
+@dataclass
+class PlainRun:
+    seconds: list[float]  # of each step
+    loss: float  # of the last step, this replica's
+
+
+def plain_loop(run_file: Path, settings: Sequence[str], steps: int, hook: str = "") -> PlainRun:
+    """Train from initial weights. settings: as --set takes them. Collective over the world with a hook."""
+    config, store = open_store(configs.load(run_file, settings), MPI.COMM_WORLD)
+    data, tokens = config.data, store.tokens("train")
+    rank, share = MPI.COMM_WORLD.rank, data.global_batch // MPI.COMM_WORLD.size
+    sampler = Sampler(sample_count(len(tokens), data.sequence_length), config.run.seed)
+    decoder = model = build(config.model, split_layers(config.model, 1)[0], config.run.seed)
+    if hook:
+        _open_gloo()
+        model = DistributedDataParallel(decoder, gradient_as_bucket_view=True)
+        if hook == "fp16":
+            model.register_comm_hook(None, fp16_compress_hook)
+    adamw = _adamw(decoder, config.optimizer)
+    run = PlainRun([], 0.0)
+    for step in range(steps):
+        start = time.perf_counter()
+        for group in adamw.param_groups:
+            group["lr"] = learning_rate(step, config.run.steps, config.optimizer)
+        position = step * data.global_batch + rank * share
+        batch = torch.from_numpy(read_batch(tokens, sampler, data.sequence_length, position, share))
+        loss = cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        adamw.zero_grad(set_to_none=not hook)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(decoder.parameters(), config.optimizer.clip_norm)
+        adamw.step()
+        run.loss = loss.item()
+        run.seconds.append(time.perf_counter() - start)
+    return run
+
+
+def leave() -> None:
+    """End the process: gloo's own end hangs now and then, where one rank is gone before the other. Collective."""
+    MPI.COMM_WORLD.Barrier()
+    MPI.Finalize()
+    os._exit(0)
+
+
+def _adamw(decoder: torch.nn.Module, optimizer: OptimizerConfig) -> torch.optim.AdamW:
+    matrices = [p for p in decoder.parameters() if p.dim() > 1]
+    vectors = [p for p in decoder.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    betas = (optimizer.beta1, optimizer.beta2)
+    return torch.optim.AdamW(groups, lr=optimizer.learning_rate, betas=betas, eps=optimizer.epsilon, fused=True)
+
+
+def _open_gloo() -> None:
+    """Ranks meet at MASTER_ADDR if there is one, else through a file, on the loopback device."""
+    world = MPI.COMM_WORLD
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    folder = world.bcast(tempfile.mkdtemp() if world.rank == 0 else None)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=world.rank, world_size=world.size)
