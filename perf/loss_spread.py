@@ -2,8 +2,10 @@
 
     python perf/loss_spread.py [STORE] [--steps 1000] [--seeds 6]
 
-    dp=2   the policy's codec on gradients           two replicas, sums over dp
-    pp=2   its codecs on activations, both ways      two stages
+    dp=2             the policy's codec on gradients           two replicas, sums over dp
+    pp=2             its codecs on activations, both ways      two stages
+    dp=2, sharded    codecs on gradients and parameters        two replicas, each with half of the optimizer states;
+                                                               lossy codecs of parameters code their differences
 
 The model is `tiny` with 4 sequences of 64 tokens a step, on 2 ranks of this machine; every run ends with the loss on
 the store's held-out text. A seed sets weights and order of samples, so a policy's run and the run of `none` with the
@@ -43,9 +45,12 @@ LAUNCH = ["bash", str(ROOT / "jobscripts" / "local" / "mpirun.sh")]
 RECORDS = HERE / "loss_spread.json"
 RANKS = 2
 POLICIES = ("none", "mzhybrid", "zhybrid", "hpcllm")
-LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {  # name -> (keys, the kinds of traffic that it has)
-    "dp=2": ({"mesh.pp": 1, "pipeline.microbatches": 1}, ("gradients",)),
-    "pp=2": ({"mesh.pp": 2, "pipeline.microbatches": 4}, ("forward", "backward")),
+DIFFERENCES = {"int8 differences": "int8:2048", "int4 differences": "int4:2048"}  # of parameters, with int8 gradients
+DP = {"mesh.pp": 1, "pipeline.microbatches": 1}
+LAYOUTS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {  # keys, kinds of traffic, policies
+    "dp=2": (DP, ("gradients",), POLICIES),
+    "pp=2": ({"mesh.pp": 2, "pipeline.microbatches": 4}, ("forward", "backward"), POLICIES),
+    "dp=2, sharded": (DP | {"optimizer.shard": "states"}, ("gradients", "parameters"), ("none", *DIFFERENCES)),
 }
 
 Record = dict[str, Any]
@@ -53,7 +58,8 @@ Record = dict[str, Any]
 
 def codecs(layout: str, policy: str) -> dict[str, str]:
     """Kind of traffic -> codec, of those that the layout has."""
-    chosen = codecs_of(policy, {})
+    told = {"gradients": "int8:256", "parameters": DIFFERENCES[policy]} if policy in DIFFERENCES else {}
+    chosen = codecs_of("none" if told else policy, told)
     return {kind: chosen[kind] for kind in LAYOUTS[layout][1]}
 
 
@@ -77,8 +83,8 @@ def settings(layout: str, policy: str, seed: int, steps: int) -> dict[str, Any]:
 
 def distinct(layout: str) -> list[str]:
     """The policies of which no earlier one has the same codecs in this layout."""
-    first = {tuple(lossy(layout, policy).items()): policy for policy in reversed(POLICIES)}
-    return [policy for policy in POLICIES if policy in first.values()]
+    first = {tuple(lossy(layout, policy).items()): policy for policy in reversed(LAYOUTS[layout][2])}
+    return [policy for policy in LAYOUTS[layout][2] if policy in first.values()]
 
 
 def launch(ranks: int, command: list[str]) -> None:
@@ -162,7 +168,7 @@ def verdict(layout: str, policy: str, steps: int, seeds: int, records: list[Reco
 
 def table(steps: int, seeds: int) -> str:
     titles = ["layout", "policy", "codec", "ratio", "mean loss", "by seed", "difference", "spread", "verdict"]
-    rows = [verdict(layout, policy, steps, seeds, saved()) for layout in LAYOUTS for policy in POLICIES]
+    rows = [verdict(layout, policy, steps, seeds, saved()) for layout in LAYOUTS for policy in LAYOUTS[layout][2]]
     return "\n".join(f"| {' | '.join(row)} |" for row in [titles, ["---"] * len(titles), *rows])
 
 
