@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from hpcllm.waiting import Waits
+from hpcllm.waiting import Waits, name_rank
 
 ROUND_TRIPS = 16  # the first wakes both ranks up, a few meet a busy core
 TAG = 32700
@@ -43,7 +43,7 @@ def align(comm: MPI.Intracomm, waits: Waits, clock: Callable[[], float] = time.p
 
 def _tell_time(comm: MPI.Intracomm, peer: int, waits: Waits, clock: Callable[[], float]) -> None:
     question: NDArray[np.float64] = np.empty(1)
-    waits.all([comm.Irecv(question, peer, TAG)], lambda: f"a question for the time from {_named(comm, peer)}")
+    waits.all([comm.Irecv(question, peer, TAG)], lambda: f"a question for the time from {name_rank(comm, peer)}")
     comm.Send(np.array([clock()]), peer, TAG)  # eight bytes: no library waits for the receiver with these
 
 
@@ -52,10 +52,6 @@ def _ask_time(comm: MPI.Intracomm, waits: Waits, clock: Callable[[], float]) -> 
     request = comm.Irecv(answer, 0, TAG)
     start = clock()
     comm.Send(np.zeros(1), 0, TAG)
-    waits.all([request], lambda: f"the time from {_named(comm, 0)}")
+    waits.all([request], lambda: f"the time from {name_rank(comm, 0)}")
     end = clock()
     return Offset((start + end) / 2 - answer.item(), (end - start) / 2)
-
-
-def _named(comm: MPI.Intracomm, rank: int) -> str:
-    return f"rank {comm.group.Translate_ranks([rank], MPI.COMM_WORLD.group)[0]}"

@@ -1,7 +1,7 @@
 """Waiting for messages: with a limit, with a name, and without burning a core that another rank needs.
 
     test the requests --- all done ---> return
-        |  not yet: give way at first, then sleep a little longer each time; now and then ask the watch (stall.py)
+        |  not yet: give way at first, then sleep a little longer each time; now and then ask the watch (watch.py)
         `- past the limit ---> StallError: "rank 3: waited 600 s for activation of microbatch 2 from stage 0 (rank 1)"
 
 What is awaited is named in words, and whoever is awaited in them as `rank 1` or `ranks 0-6 by 2`: see ranks.py.
@@ -104,6 +104,11 @@ class Waits:
                 f"rank {MPI.COMM_WORLD.rank}: waited {self.limit_s:g} s for {what()}; "
                 "look for an earlier message of that rank, or raise limits.stall_s"
             )
+
+
+def name_rank(comm: MPI.Intracomm, rank: int) -> str:
+    """'rank 5', as the whole job counts, of a rank of comm."""
+    return name_ranks(comm.group.Translate_ranks([rank], MPI.COMM_WORLD.group))
 
 
 def _members(comm: MPI.Intracomm) -> str:

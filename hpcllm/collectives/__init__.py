@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hpcllm.collectives.group import Group, group_of
     from hpcllm.collectives.nonblocking import Handle, iallgather, iallreduce, ialltoall, ibroadcast, ireduce_scatter
     from hpcllm.collectives.operations import allgather, allreduce, alltoall, broadcast, chunk_range, reduce_scatter
+    from hpcllm.collectives.two_level import prepare
     from hpcllm.collectives.window import shared_zeros
 
 _HOME = {
@@ -20,11 +21,12 @@ _HOME = {
         ("Handle", "iallgather", "iallreduce", "ialltoall", "ibroadcast", "ireduce_scatter"), "nonblocking"
     ),
     **dict.fromkeys(("allgather", "allreduce", "alltoall", "broadcast", "chunk_range", "reduce_scatter"), "operations"),
+    "prepare": "two_level",
     "shared_zeros": "window",
 }
 __all__ = [
     "Group", "Handle", "allgather", "allreduce", "alltoall", "broadcast", "chunk_range", "group_of", "iallgather",
-    "iallreduce", "ialltoall", "ibroadcast", "ireduce_scatter", "reduce_scatter", "shared_zeros",
+    "iallreduce", "ialltoall", "ibroadcast", "ireduce_scatter", "prepare", "reduce_scatter", "shared_zeros",
 ]  # fmt: skip
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from mpi4py import MPI
 
+from hpcllm.chunks import whole_blocks
 from hpcllm.codecs.protocol import Codec
-from hpcllm.collectives.chunks import whole_blocks
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.wire import Slots
 

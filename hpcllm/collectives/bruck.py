@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import torch
 
+from hpcllm.chunks import chunk_range, segment_range, whole_blocks
 from hpcllm.codecs.protocol import Codec
-from hpcllm.collectives.chunks import chunk_range, segment_range, whole_blocks
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.packed import Packed
 from hpcllm.collectives.wire import padded

@@ -249,6 +249,18 @@ def window_bytes(size: float, ranks: int) -> float:
     return 2 * size * (ranks - 1) / ranks + size
 
 
+def _node_window_reduce_scatter(size: float, coding: Coding, shape: Shape, rates: Rates) -> float:
+    """As of an array anywhere: addends of the others' chunks go through slots, and every addend of the own is read."""
+    del coding
+    return rates.window.latency_s + rates.window.carry_s(size * (shape.ranks - 1) / shape.ranks + size)
+
+
+def _node_window_allgather(size: float, coding: Coding, shape: Shape, rates: Rates) -> float:
+    """The own part goes into slots, the others' come out of theirs."""
+    del coding, shape
+    return rates.window.latency_s + rates.window.carry_s(size)
+
+
 def _two_level(size: float, coding: Coding, shape: Shape, rates: Rates) -> float:
     """The node's sum through its window, between the halves of which each lane takes two steps between nodes."""
     node, between = Shape(shape.node_ranks), Shape(shape.nodes, shape.nodes)
@@ -327,10 +339,16 @@ COSTS: dict[str, dict[str, Formula]] = {
     },
     "reduce_scatter": {
         "native": _native("reduce_scatter"),
+        "node_window": _node_window_reduce_scatter,
         "two_step": _two_step_reduce_scatter,
         "ring": _ring_reduce_scatter,
     },
-    "allgather": {"native": _native("allgather"), "ring": _ring_allgather, "bruck": _bruck_allgather},
+    "allgather": {
+        "native": _native("allgather"),
+        "node_window": _node_window_allgather,
+        "ring": _ring_allgather,
+        "bruck": _bruck_allgather,
+    },
     "alltoall": {"native": _native("alltoall"), "pairwise": _pairwise_alltoall, "bruck": _bruck_alltoall},
     "broadcast": {"native": _native("broadcast"), "binomial": _binomial_broadcast, "ring": _ring_broadcast},
 }

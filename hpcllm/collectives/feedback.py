@@ -9,6 +9,7 @@
 so the error of what has been added up over all steps does not grow with their number: it is at most that of one
 encoding a rank. Both encodings of a two-step sum are fed back, in one array of n values: a rank encodes addends of the
 others' chunks and sums of its own, so each value is encoded once in a step, and its place says which surplus is its.
+A reduce-scatter has the first encoding alone: a rank owes nothing for the chunk that is its own.
 
 Values that are not finite are passed on as such, and their blocks owe nothing afterwards. Zero is always a valid
 surplus: a run that goes on without the surplus of the last step, or with other ranks, loses what one step is worth.
@@ -24,11 +25,11 @@ from hpcllm.codecs.blocks import Doubles
 from hpcllm.codecs.protocol import Codec
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.node_window import slices
-from hpcllm.collectives.operations import allreduce
+from hpcllm.collectives.operations import allreduce, reduce_scatter
 
 
 class ErrorFeedback:
-    """A lossy codec of float32 that remembers, for sums of one array, always the same n values, over one group.
+    """A lossy codec of float32 that remembers, for one operation on one array, always the same n values, of one group.
 
     lane: the values that this rank encodes. Between two sums surplus (lane's values,) float32 may be read, written and
     zeroed, and codec replaced by the same with another key.
@@ -36,13 +37,14 @@ class ErrorFeedback:
 
     lossless = False
 
-    def __init__(self, n: int, group: Group, codec: Codec) -> None:
-        """Raises ValueError where there is nothing to feed back."""
+    def __init__(self, n: int, group: Group, codec: Codec, operation: str = "allreduce") -> None:
+        """operation: allreduce or reduce_scatter. Raises ValueError where there is nothing to feed back."""
         if codec.lossless or codec.dtype != torch.float32:
             raise ValueError(f"error feedback is for lossy codecs of float32, not for {codec.name} of {codec.dtype}")
         self.n, self.group, self.codec = n, group, codec
-        self.algorithm = "two_level" if group.nodes > 1 else "two_step"  # a single node's two_level encodes nothing
-        self.lane = _lane(n, group) if group.nodes > 1 else slice(0, n)
+        by_node = operation == "allreduce" and group.nodes > 1  # a single node's two_level encodes nothing
+        self.algorithm = "two_level" if by_node else "two_step"
+        self.lane = _lane(n, group) if by_node else slice(0, n)
         self.surplus = torch.zeros(self.lane.stop - self.lane.start)
 
     def allreduce(self, x: torch.Tensor) -> None:
@@ -50,9 +52,20 @@ class ErrorFeedback:
 
         Raises ValueError for another array, StallError, CodecError.
         """
+        self._check(x)
+        allreduce(x, self.group, self, self.algorithm)
+
+    def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """x, n values of float32 -> out: this rank's chunk of the sum. Only what others sum is encoded, and fed back.
+
+        As `allreduce`.
+        """
+        self._check(x)
+        reduce_scatter(x, self.group, self, self.algorithm, out)
+
+    def _check(self, x: torch.Tensor) -> None:
         if x.numel() != self.n:
             raise ValueError(f"error feedback of {self.n} values, but the array has {x.numel()}")
-        allreduce(x, self.group, self, self.algorithm)
 
     @property
     def name(self) -> str:

@@ -24,6 +24,7 @@ from mpi4py import MPI
 from hpcllm.collectives.tuning import Tuning
 from hpcllm.collectives.wire import Wire
 from hpcllm.errors import CollectiveError
+from hpcllm.waiting import name_rank
 
 
 @dataclass(eq=False)
@@ -37,7 +38,7 @@ class Group:
     tuning: Tuning | None = None  # what it decides by
     at_free: list[Callable[[], None]] = field(default_factory=list)  # called in reverse order: windows and the like
     broken: str = ""  # why: a collective that failed half-way left messages behind
-    _background: Group | None = None
+    _backgrounds: dict[str, Group] = field(default_factory=dict)  # by lane
 
     def __post_init__(self) -> None:
         self.rank, self.size = self.comm.rank, self.comm.size
@@ -53,22 +54,25 @@ class Group:
 
     def name(self, rank: int) -> str:
         """'rank 5', as the whole job counts: for error messages."""
-        return f"rank {MPI.Group.Translate_ranks(self.comm.group, [rank], MPI.COMM_WORLD.group)[0]}"
+        return name_rank(self.comm, rank)
 
-    def background(self) -> Group:
-        """The same ranks with messages and memory of their own, for nonblocking.py. The first call is collective."""
-        if self._background is None:
-            self._background = make_group(self.comm, self.node)
-            self._background.wire.waits.limit_s = self.wire.waits.limit_s
-            self._background.use_tuning(self.tuning)
-        return self._background
+    def background(self, lane: str) -> Group:
+        """The same ranks with messages and memory of the lane's own, for nonblocking.py.
+
+        A lane's first call is collective.
+        """
+        if lane not in self._backgrounds:
+            group = self._backgrounds[lane] = make_group(self.comm, self.node)
+            group.wire.waits.limit_s = self.wire.waits.limit_s
+            group.use_tuning(self.tuning)
+        return self._backgrounds[lane]
 
     def use_tuning(self, tuning: Tuning | None) -> None:
         """Let select.py decide by these rates from now on, None: by its rules. The same on all ranks."""
         self.tuning = tuning
         self.plans.clear()
-        if self._background is not None:
-            self._background.use_tuning(tuning)
+        for group in self._backgrounds.values():
+            group.use_tuning(tuning)
 
     def check(self) -> None:
         """Raises CollectiveError if an earlier collective failed here: the next would take its messages for its own."""
@@ -80,8 +84,8 @@ class Group:
 
     def free(self) -> None:
         """Collective over comm. Group and what was kept with it are of no use afterwards."""
-        if self._background is not None:
-            self._background.free()
+        for group in self._backgrounds.values():
+            group.free()
         while self.at_free:
             self.at_free.pop()()
         for comm in (self.peers, self.node, self.comm):

@@ -12,9 +12,9 @@ import torch
 from mpi4py import MPI
 
 from hpcllm.buffers import LARGEST_MESSAGE_BYTES
+from hpcllm.chunks import chunk_range
 from hpcllm.codecs.protocol import Codec
 from hpcllm.collectives.choice import LARGEST_COUNT
-from hpcllm.collectives.chunks import chunk_range
 from hpcllm.collectives.group import Group
 
 UNITS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}  # moved, never added

@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from hpcllm.codecs.kernels import kernel, narrowed, widened
 
-LINE = 64  # bytes, of a cache
+CACHE_LINE_BYTES = 64
 BLOCK = 2048  # fp32 values: 8 KiB, a quarter of a first-level cache
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}  # bytes are moved, not added up
 FLOAT32, BFLOAT16 = 0, 1
 
-LINE_BYTES = 128  # of one rank: a cache line of counters, another of what it brought to this call and the last
+RANK_BYTES = 128  # of one rank: a cache line of counters, another of what it brought to this call and the last
 ENTERED, BETWEEN, LEFT, FILLED, REDUCED, COLLECTED, RELAYED = range(7)  # the counters; they only ever grow
 
 
@@ -98,7 +98,7 @@ def _fence(typing_context: Any) -> Any:  # noqa: ARG001
 def awaited(flags: int, ranks: int, which: int, count: int, spins: int) -> int:
     """The first rank whose counter is still below `count` after that many more looks, or -1."""
     for rank in range(ranks):
-        address = np.uint64(flags + rank * LINE_BYTES + which * 8)
+        address = np.uint64(flags + rank * RANK_BYTES + which * 8)
         while _load_acquire(address) < np.uint64(count):
             if spins <= 0:
                 return rank
@@ -109,13 +109,13 @@ def awaited(flags: int, ranks: int, which: int, count: int, spins: int) -> int:
 @kernel
 def post(flags: int, rank: int, which: int, count: int) -> None:
     """Whoever sees the counter at `count` sees all that this rank wrote before."""
-    _store_release(np.uint64(flags + rank * LINE_BYTES + which * 8), np.uint64(count))
+    _store_release(np.uint64(flags + rank * RANK_BYTES + which * 8), np.uint64(count))
 
 
 @kernel
 def enter(flags: int, rank: int, call: int, task: int, size_bytes: int, window: int, offset: int) -> None:
     """Say what this rank brings to a call. Words of two calls: nobody enters the next but one before all have read."""
-    words = carray(_pointer(np.uint64(flags + rank * LINE_BYTES + LINE_BYTES // 2 + call % 2 * 32)), 4, np.int64)
+    words = carray(_pointer(np.uint64(flags + rank * RANK_BYTES + RANK_BYTES // 2 + call % 2 * 32)), 4, np.int64)
     words[0], words[1], words[2], words[3] = task, size_bytes, window, offset
     post(flags, rank, ENTERED, call)
 
@@ -123,7 +123,7 @@ def enter(flags: int, rank: int, call: int, task: int, size_bytes: int, window: 
 @kernel
 def brought(flags: int, rank: int, call: int, word: int) -> Any:
     """One of the four words that `rank` has brought to a call."""
-    words = carray(_pointer(np.uint64(flags + rank * LINE_BYTES + LINE_BYTES // 2 + call % 2 * 32)), 4, np.int64)
+    words = carray(_pointer(np.uint64(flags + rank * RANK_BYTES + RANK_BYTES // 2 + call % 2 * 32)), 4, np.int64)
     return words[word]
 
 
@@ -147,7 +147,7 @@ def relay(flags: int, rank: int, ranks: int, first: int, end: int, looks: int) -
     first, end: hops, multiples of ranks; `first` is where the last round ended. True if this rank did not give up.
     """
     for hop in range(first + rank, end, ranks):
-        before = np.uint64(flags + (hop - 1) % ranks * LINE_BYTES + RELAYED * 8)
+        before = np.uint64(flags + (hop - 1) % ranks * RANK_BYTES + RELAYED * 8)
         while _load_acquire(before) < np.uint64(hop):
             looks -= 1
             if looks <= 0:
@@ -166,15 +166,16 @@ def copy(target: int, source: int, size_bytes: int) -> None:
 @kernel
 def hand(target: int, source: int, size_bytes: int, far: bool) -> None:
     """copy, for memory that another core reads next. far: that core shares no cache with this one."""
-    head = min(-target % LINE, size_bytes) if far else size_bytes
+    if not far:
+        copy(target, source, size_bytes)
+        return
+    head = min(-target % CACHE_LINE_BYTES, size_bytes)
     copy(target, source, head)
-    lines = (size_bytes - head) // LINE
-    for i in range(lines):
-        _stream_line(np.uint64(target + head + i * LINE), np.uint64(source + head + i * LINE))
-    done = head + lines * LINE
-    copy(target + done, source + done, size_bytes - done)
-    if far:
-        _fence()
+    end = head + (size_bytes - head) // CACHE_LINE_BYTES * CACHE_LINE_BYTES
+    for done in range(head, end, CACHE_LINE_BYTES):
+        _stream_line(np.uint64(target + done), np.uint64(source + done))
+    copy(target + end, source + end, size_bytes - end)
+    _fence()
 
 
 # ---- sums

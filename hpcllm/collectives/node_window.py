@@ -35,7 +35,7 @@ from hpcllm.collectives.node_kernels import (
     FILLED,
     KINDS,
     LEFT,
-    LINE_BYTES,
+    RANK_BYTES,
     REDUCED,
     awaited,
     brought,
@@ -47,6 +47,7 @@ from hpcllm.collectives.node_kernels import (
     sum_rows,
 )
 from hpcllm.collectives.window import PAGE_BYTES, Window, allocate_window, find_window
+from hpcllm.waiting import name_rank
 
 SMALL_BYTES = 64 << 10  # what a rank reads at most in the way of a single step
 SLOT_BYTES = 512 << 10
@@ -56,8 +57,15 @@ FAR_HOP_S = 140e-9  # a hop inside a shared cache takes 60 ns, from one cache to
 BYTES_PER_RELAY = 32 << 20  # the kernel moves ranks about
 SLICE_VALUES = 1024  # slices begin at whole pages, or nearly: two ranks never write one cache line
 
-SUM, REDUCE, GATHER = range(3)
-TASKS = {SUM: "the sum of", REDUCE: "the two-level sum of", GATHER: "the two-level gathering of"}
+SUM, REDUCE, GATHER, SUM_CHUNKS, GATHER_CHUNKS = range(5)
+TASKS = {
+    SUM: "the sum of",
+    REDUCE: "the two-level sum of",
+    GATHER: "the two-level gathering of",
+    SUM_CHUNKS: "the reduce-scatter of",
+    GATHER_CHUNKS: "the all-gather of",
+}
+REDUCING, GATHERING = (SUM, REDUCE, SUM_CHUNKS), (SUM, GATHER, GATHER_CHUNKS)
 
 
 def node_window_allreduce(x: torch.Tensor, group: Group, codec: Codec) -> None:
@@ -65,12 +73,19 @@ def node_window_allreduce(x: torch.Tensor, group: Group, codec: Codec) -> None:
 
     Raises ValueError on all ranks if they bring different lengths, with several nodes, or with a codec other than raw.
     """
-    if group.nodes > 1:
-        raise ValueError(f"node_window sums inside one node, and these ranks are on {group.nodes}; use two_level")
-    if codec.name != "raw":
-        raise ValueError(f"node_window sends nothing that codec {codec.name} could encode; use raw, or two_step")
+    check_suits(group, codec, "two_level", "two_step")
     if group.size > 1 and x.numel() > 0:
         node_of(group).allreduce(x)
+
+
+def check_suits(group: Group, codec: Codec, between_nodes: str, with_codec: str) -> None:
+    """Raises ValueError, with the algorithm to use, where the ranks share no node or values are to be encoded."""
+    if group.nodes > 1:
+        raise ValueError(
+            f"node_window works inside one node, and these ranks are on {group.nodes}; use {between_nodes}"
+        )
+    if codec.name != "raw":
+        raise ValueError(f"node_window sends nothing that codec {codec.name} could encode; use raw, or {with_codec}")
 
 
 Rows = tuple[NDArray[np.uint64], int]  # the ranks' parts of a window and the offset of x in each
@@ -84,7 +99,7 @@ class Node:
         self.shares: dict[int, bool] = {}  # by number of a window
         self.rank, self.ranks = group.node.rank, group.node.size
         self.small_bytes = SMALL_BYTES // self.ranks // 64 * 64
-        counters_bytes = -(-self.ranks * LINE_BYTES // PAGE_BYTES) * PAGE_BYTES
+        counters_bytes = -(-self.ranks * RANK_BYTES // PAGE_BYTES) * PAGE_BYTES
         self.window = allocate_window(counters_bytes + 2 * self.small_bytes + SLOTS * SLOT_BYTES, group)
         parts = self.window.addresses
         self.flags = int(parts[0])
@@ -104,7 +119,7 @@ class Node:
             self._exchange(x, cuts, SUM)
         else:
             self._sum_slice(x, cuts, window.addresses, offset, window.addresses)
-            self._meet(LEFT, SUM)
+            self.meet(LEFT, SUM)
 
     def reduce(self, x: torch.Tensor, cuts: NDArray[np.int64]) -> Rows | None:
         """This rank's slice of x, of the (ranks + 1,) `cuts`, becomes its sum over the node. For gather: where x is."""
@@ -120,11 +135,15 @@ class Node:
         if rows is None:
             self._exchange(x, cuts, GATHER)
             return
-        self._meet(BETWEEN, GATHER)
+        self.meet(BETWEEN, GATHER)
+        self.collect(x, cuts, *rows)
+        self.meet(LEFT, GATHER)
+
+    def collect(self, x: torch.Tensor, cuts: NDArray[np.int64], rows: NDArray[np.uint64], offset: int) -> None:
+        """Copy the others' slices of x from their places in a window."""
         for owner in range(self.rank + 1, self.rank + self.ranks):  # all begin at different owners
             start, end = (int(cut) * x.itemsize for cut in cuts[owner % self.ranks :][:2])
-            copy(x.data_ptr() + start, int(rows[0][owner % self.ranks]) + rows[1] + start, end - start)
-        self._meet(LEFT, GATHER)
+            copy(x.data_ptr() + start, int(rows[owner % self.ranks]) + offset + start, end - start)
 
     def _sum_slice(
         self, x: torch.Tensor, cuts: NDArray[np.int64], rows: NDArray[np.uint64], offset: int, to: NDArray[np.uint64]
@@ -163,26 +182,33 @@ class Node:
         arrived = relay(self.flags, self.rank, self.ranks, first, self.hops, LOOKS)
         return (time.perf_counter() - start_s) / (self.hops - first) if arrived else 0.0
 
-    def _meet(self, which: int, task: int) -> None:
+    def meet(self, which: int, task: int) -> None:
         """A barrier: all ranks have posted this call's counter."""
         post(self.flags, self.rank, which, self.calls)
         self._await(which, task)
 
     def _exchange(self, x: torch.Tensor, cuts: NDArray[np.int64], task: int) -> None:
-        """Slices of x (cut at `cuts`, one a rank) are summed by their owners, or gathered from them, or both."""
-        job = self._job(x, cuts, task != GATHER, task != REDUCE)
+        own = x.data_ptr() + int(cuts[self.rank]) * x.itemsize
+        self.exchange(x, cuts, own, own, task)
+
+    def exchange(self, x: torch.Tensor, cuts: NDArray[np.int64], own: int, result: int, task: int) -> None:
+        """Slices of x (cut at `cuts`, one a rank) are summed by their owners, or gathered from them, or both.
+
+        own, result: addresses of this rank's slice, before and after.
+        """
+        job = self._job(x, cuts, own, result, task)
         while job["collected"][0] < job["segments"][0]:
             self.group.wire.waits.until(lambda: self._advance(job, cuts), lambda: self._name_slowest(job, task))
         self.segments += int(job["segments"][0])
 
-    def _job(self, x: torch.Tensor, cuts: NDArray[np.int64], reduces: bool, gathers: bool) -> NDArray[np.void]:
+    def _job(self, x: torch.Tensor, cuts: NDArray[np.int64], own: int, result: int, task: int) -> NDArray[np.void]:
         job = np.zeros(1, dtype=EXCHANGE)
         piece = SLOT_BYTES // self.ranks // 64 * 64 // x.itemsize
-        own = x.data_ptr() + int(cuts[self.rank]) * x.itemsize
         segments = -(-int(np.diff(cuts).max()) // piece)
         job[0] = (
-            self.flags, self.rank, self.ranks, KINDS[x.dtype], x.itemsize, x.data_ptr(), own, own,
-            piece, SLOT_BYTES, self.segments, segments, reduces, gathers, self._far(x.nbytes), 0, 0, 0,
+            self.flags, self.rank, self.ranks, KINDS[x.dtype], x.itemsize, x.data_ptr(), own, result,
+            piece, SLOT_BYTES, self.segments, segments, task in REDUCING, task in GATHERING, self._far(x.nbytes),
+            0, 0, 0,
         )  # fmt: skip
         return job
 
@@ -198,11 +224,19 @@ class Node:
 
     def _sum_small(self, x: torch.Tensor) -> None:
         """Everyone reads everything: one meeting instead of two."""
-        rows = self.small[(self.calls + 1) % 2]
-        copy(int(rows[self.rank]), x.data_ptr(), x.nbytes)
-        self._enter(x, SUM, 0, 0)
-        self._agree()
+        rows = self.bring(x, x, SUM)
         sum_rows(KINDS[x.dtype], rows, np.array([x.data_ptr()], dtype=np.uint64), 0, x.numel())
+
+    def bring(self, x: torch.Tensor, part: torch.Tensor, task: int) -> NDArray[np.uint64]:
+        """Show a `part` of small_bytes at most to all; returns where the ranks' parts are until the next call but one.
+
+        x: what the call is about, equal in length and dtype on all ranks.
+        """
+        rows = self.small[(self.calls + 1) % 2]
+        copy(int(rows[self.rank]), part.data_ptr(), part.nbytes)
+        self._enter(x, task, 0, 0)
+        self._agree()
+        return rows
 
     def _enter(self, x: torch.Tensor, task: int, window: int, offset: int) -> None:
         self.calls += 1
@@ -232,14 +266,16 @@ class Node:
 
     def _name_late(self, which: int, task: int) -> str:
         late = awaited(self.flags, self.ranks, which, self.calls, 0)
-        return f"{self._rank_name(late)} to {'come to' if which == ENTERED else 'finish'} {self._of_node(task)}"
+        return (
+            f"{name_rank(self.group.node, late)} to {'come to' if which == ENTERED else 'finish'} {self._of_node(task)}"
+        )
 
     def _name_slowest(self, job: NDArray[np.void], task: int) -> str:
         counts = (int(job["reduced"][0]), int(job["collected"][0]), max(int(job["filled"][0]) - SLOTS, 0))
         for which, count in zip((FILLED, REDUCED, COLLECTED), counts, strict=True):
             late = awaited(self.flags, self.ranks, which, self.segments + count + 1, 0)
             if late >= 0 and late != self.rank:
-                return f"{self._rank_name(late)} in segment {count} of {self._of_node(task)}"
+                return f"{name_rank(self.group.node, late)} in segment {count} of {self._of_node(task)}"
         return f"nobody in {self._of_node(task)}"
 
     def _of_node(self, task: int) -> str:
@@ -249,10 +285,7 @@ class Node:
         task, kind = divmod(brought(self.flags, rank, self.calls, 0), len(KINDS))
         dtype = list(KINDS)[kind]
         n = brought(self.flags, rank, self.calls, 1) // dtype.itemsize
-        return f"{self._rank_name(rank)} in {TASKS[task]} {n} values of {dtype}"
-
-    def _rank_name(self, rank: int) -> str:
-        return f"rank {MPI.Group.Translate_ranks(self.group.node.group, [rank], MPI.COMM_WORLD.group)[0]}"
+        return f"{name_rank(self.group.node, rank)} in {TASKS[task]} {n} values of {dtype}"
 
 
 def node_of(group: Group) -> Node:

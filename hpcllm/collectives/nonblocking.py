@@ -1,11 +1,12 @@
 """Collectives that run while the caller computes: iallreduce(...) and so on return a Handle.
 
-    handle = iallreduce(x, comm, "int8")     every rank starts its collectives in the same order, whatever the
-    ...compute, x is not touched...          communicators: one thread a process runs one after another (worker.py)
+    handle = iallreduce(x, comm, "int8")     every rank starts those of a lane in the same order, whatever their
+    ...compute, x is not touched...          communicators: one thread a lane runs one after another (worker.py)
     x = handle.wait()
 
-They have messages and memory of their own, so a blocking collective on the same communicator may run at the same time;
-the first one on a communicator is collective. Where MPI gives less than MPI_THREAD_MULTIPLE they run at once.
+On a communicator each lane has messages and memory of its own, so that a blocking collective, or one of another lane,
+may run there at the same time; a lane's first one on a communicator is collective. Where MPI gives less than
+MPI_THREAD_MULTIPLE they run at once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from hpcllm.codecs.protocol import Codec
 from hpcllm.collectives import operations
 from hpcllm.collectives.arrays import Array
 from hpcllm.collectives.group import Group, group_of
-from hpcllm.collectives.worker import can_thread, run_in_order
+from hpcllm.collectives.two_level import prepare
+from hpcllm.collectives.worker import GRADIENTS, can_thread, run_in_order
 
 Communicator = MPI.Intracomm | Group
 
@@ -44,43 +46,75 @@ class Handle:
 
 
 def iallreduce(
-    x: Array, comm: Communicator, codec: str | Codec = "raw", algorithm: str = "auto", out: Array | None = None
+    x: Array,
+    comm: Communicator,
+    codec: str | Codec = "raw",
+    algorithm: str = "auto",
+    out: Array | None = None,
+    *,
+    lane: str = GRADIENTS,
 ) -> Handle:
     """operations.allreduce in the background."""
-    return _start(operations.allreduce, x, comm, codec=codec, algorithm=algorithm, out=out)
+    return _start(operations.allreduce, x, comm, lane, codec=codec, algorithm=algorithm, out=out)
 
 
 def ireduce_scatter(
-    x: Array, comm: Communicator, codec: str | Codec = "raw", algorithm: str = "auto", out: Array | None = None
+    x: Array,
+    comm: Communicator,
+    codec: str | Codec = "raw",
+    algorithm: str = "auto",
+    out: Array | None = None,
+    *,
+    lane: str = GRADIENTS,
 ) -> Handle:
     """operations.reduce_scatter in the background."""
-    return _start(operations.reduce_scatter, x, comm, codec=codec, algorithm=algorithm, out=out)
+    return _start(operations.reduce_scatter, x, comm, lane, codec=codec, algorithm=algorithm, out=out)
 
 
 def iallgather(
-    part: Array, comm: Communicator, codec: str | Codec = "raw", algorithm: str = "auto", out: Array | None = None
+    part: Array,
+    comm: Communicator,
+    codec: str | Codec = "raw",
+    algorithm: str = "auto",
+    out: Array | None = None,
+    *,
+    lane: str = GRADIENTS,
 ) -> Handle:
     """operations.allgather in the background."""
-    return _start(operations.allgather, part, comm, codec=codec, algorithm=algorithm, out=out)
+    return _start(operations.allgather, part, comm, lane, codec=codec, algorithm=algorithm, out=out)
 
 
 def ialltoall(
-    x: Array, comm: Communicator, codec: str | Codec = "raw", algorithm: str = "auto", out: Array | None = None
+    x: Array,
+    comm: Communicator,
+    codec: str | Codec = "raw",
+    algorithm: str = "auto",
+    out: Array | None = None,
+    *,
+    lane: str = GRADIENTS,
 ) -> Handle:
     """operations.alltoall in the background."""
-    return _start(operations.alltoall, x, comm, codec=codec, algorithm=algorithm, out=out)
+    return _start(operations.alltoall, x, comm, lane, codec=codec, algorithm=algorithm, out=out)
 
 
 def ibroadcast(
-    x: Array, comm: Communicator, root: int = 0, codec: str | Codec = "raw", algorithm: str = "auto"
+    x: Array,
+    comm: Communicator,
+    root: int = 0,
+    codec: str | Codec = "raw",
+    algorithm: str = "auto",
+    *,
+    lane: str = GRADIENTS,
 ) -> Handle:
     """operations.broadcast in the background."""
-    return _start(operations.broadcast, x, comm, root=root, codec=codec, algorithm=algorithm)
+    return _start(operations.broadcast, x, comm, lane, root=root, codec=codec, algorithm=algorithm)
 
 
-def _start(operation: Callable[..., Array], x: Array, comm: Communicator, **options: Any) -> Handle:
+def _start(operation: Callable[..., Array], x: Array, comm: Communicator, lane: str, **options: Any) -> Handle:
     group = group_of(comm)
-    background = group.background()
+    background = group.background(lane)
+    prepare(background)
     # MPI's own wait would keep a core from the thread that computes: poll, if need be without a limit
     background.wire.waits.limit_s = math.inf if group.wire.waits.limit_s is None else group.wire.waits.limit_s
-    return Handle(run_in_order(partial(operation, x, background, **options), can_thread()))
+    background.wire.waits.watch = group.wire.waits.watch
+    return Handle(run_in_order(partial(operation, x, background, **options), can_thread(), lane))

@@ -22,6 +22,7 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from hpcllm.chunks import chunk_range
 from hpcllm.codecs.catalogue import VALUE_TYPES, find_codec
 from hpcllm.codecs.protocol import Codec
 from hpcllm.codecs.raw import Raw
@@ -29,6 +30,7 @@ from hpcllm.collectives import (
     broadcasts,
     bruck,
     native,
+    node_parts,
     node_window,
     pairwise,
     rabenseifner,
@@ -39,7 +41,6 @@ from hpcllm.collectives import (
     two_step,
 )
 from hpcllm.collectives.arrays import Array, flat, new_like, overlap, write_back
-from hpcllm.collectives.chunks import chunk_range
 from hpcllm.collectives.group import Group, group_of
 
 __all__ = ["ALGORITHMS", "allgather", "allreduce", "alltoall", "broadcast", "chunk_range", "reduce_scatter"]
@@ -57,11 +58,13 @@ ALGORITHMS: dict[str, dict[str, Callable[..., None]]] = {
     "reduce_scatter": {
         "ring": ring.ring_reduce_scatter,
         "two_step": two_step.two_step_reduce_scatter,
+        "node_window": node_parts.node_window_reduce_scatter,
         "native": native.native_reduce_scatter,
     },
     "allgather": {
         "ring": ring.ring_allgather,
         "bruck": bruck.bruck_allgather,
+        "node_window": node_parts.node_window_allgather,
         "native": native.native_allgather,
     },
     "alltoall": {

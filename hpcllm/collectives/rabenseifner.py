@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import torch
 
+from hpcllm.chunks import piece_range
 from hpcllm.codecs.protocol import Codec
-from hpcllm.collectives.chunks import piece_range
 from hpcllm.collectives.folding import Fold, add_encoded
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.packed import Packed

@@ -22,8 +22,8 @@ from __future__ import annotations
 import torch
 from mpi4py import MPI
 
+from hpcllm.chunks import chunk_range, piece_range
 from hpcllm.codecs.protocol import Codec
-from hpcllm.collectives.chunks import chunk_range, piece_range
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.wire import padded
 

@@ -44,6 +44,17 @@ def two_level_allreduce(x: torch.Tensor, group: Group, codec: Codec) -> None:
         _through_lanes(x, group, codec)
 
 
+def prepare(group: Group) -> None:
+    """Make the memory and communicators that the first collectives would make. Collective over group.
+
+    For a group that a thread will use: not every MPI library can make windows in two threads at once.
+    """
+    if group.nodes < group.size:
+        node_of(group)
+    if 1 < group.nodes < group.size and group.node.rank < group.lanes:
+        peers_of(group)
+
+
 def _through_lanes(x: torch.Tensor, group: Group, codec: Codec) -> None:
     node = node_of(group)
     cuts = slices(x.numel(), group.lanes, node.ranks)

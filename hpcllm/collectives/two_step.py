@@ -30,8 +30,8 @@ from functools import partial
 import torch
 from mpi4py import MPI
 
+from hpcllm.chunks import chunk_range, segment_range, whole_blocks
 from hpcllm.codecs.protocol import Codec
-from hpcllm.collectives.chunks import chunk_range, segment_range, whole_blocks
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.wire import Slots
 

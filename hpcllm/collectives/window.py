@@ -16,6 +16,7 @@ import bisect
 import itertools
 import os
 import socket
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,17 +48,18 @@ class Window:
 
     def free(self) -> None:
         """Collective over the node."""
-        place = _starts.index(self.start)
-        del _starts[place], _windows[place]
+        with _change:
+            _set_known([window for window in _known[1] if window is not self])
         self.handle.Free()
 
 
 def find_window(address: int, size_bytes: int) -> tuple[Window | None, int]:
     """The window whose own part holds these bytes, and their offset in it; (None, 0) if none does."""
-    place = bisect.bisect_right(_starts, address) - 1
+    starts, windows = _known
+    place = bisect.bisect_right(starts, address) - 1
     if place < 0:
         return None, 0
-    window, offset = _windows[place], address - _starts[place]
+    window, offset = windows[place], address - starts[place]
     return (window, offset) if offset + size_bytes <= window.memory.size else (None, 0)
 
 
@@ -96,9 +98,8 @@ def allocate_window(size_bytes: int, group: Group) -> Window:
         raise
     addresses = np.array([part.ctypes.data for part in parts], dtype=np.uint64)
     window = Window(_number(group.node), group.node, handle, parts[group.node.rank], addresses)
-    place = bisect.bisect(_starts, window.start)
-    _starts.insert(place, window.start)
-    _windows.insert(place, window)
+    with _change:
+        _set_known([*_known[1], window])
     group.at_free.append(window.free)
     return window
 
@@ -151,6 +152,13 @@ def _too_small(size_bytes: int, group: Group, found: str) -> UserError:
     )
 
 
-_starts: list[int] = []  # of this rank's parts, in order of address
-_windows: list[Window] = []
+def _set_known(windows: list[Window]) -> None:
+    """Replaced whole, so that lanes which look meanwhile see the one state or the other."""
+    global _known
+    ordered = sorted(windows, key=lambda window: window.start)
+    _known = [window.start for window in ordered], ordered
+
+
+_known: tuple[list[int], list[Window]] = ([], [])  # this process's windows by the address of this rank's part
+_change = threading.Lock()
 _numbers = itertools.count(1)

@@ -13,7 +13,7 @@ from hpcllm.collectives.packed import Packed
 from hpcllm.collectives.wire import Wire
 
 CASES = [(name, codec, dtype) for name in ("ring", "bruck") for codec, dtype in laws.PAIRS]
-CASES += [("native", "raw", dtype) for dtype in laws.DTYPES]
+CASES += [(name, "raw", dtype) for name in ("native", "node_window") for dtype in laws.DTYPES]
 
 
 @pytest.mark.parallel([1, 2, 3, 4, 5])

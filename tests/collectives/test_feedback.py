@@ -7,6 +7,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from hpcllm.chunks import chunk_range
 from hpcllm.codecs import find_codec
 from hpcllm.collectives.feedback import ErrorFeedback
 from hpcllm.collectives.group import make_group
@@ -47,6 +48,24 @@ def test_what_was_delivered_and_not_asked_for_is_known(comm, name):
             surplus[feedback.lane] = feedback.surplus
             roundings = 2.0**-24 * 100 * (comm.size + 1)
             assert np.all(np.abs(delivered - asked - comm.allreduce(surplus)) <= roundings)
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parametrize("name", CODECS)
+def test_a_chunk_that_was_delivered_and_not_asked_for_is_owed_by_the_others(comm, name):
+    for group in groups(comm):
+        for n in LENGTHS:
+            feedback = ErrorFeedback(n, group, find_codec(name), "reduce_scatter")
+            own = slice(*chunk_range(n, comm.size, comm.rank))
+            asked, delivered = np.zeros(n), np.zeros(own.stop - own.start)
+            for step in range(4):
+                x, chunk = gradient(n, step, comm.rank), torch.empty(own.stop - own.start)
+                asked += comm.allreduce(x.double().numpy())
+                feedback.reduce_scatter(x, chunk)
+                delivered += chunk.numpy()
+                assert not feedback.surplus[own].any()
+            owed = comm.allreduce(feedback.surplus.double().numpy())[own]
+            assert np.all(np.abs(delivered - asked[own] - owed) <= 2.0**-24 * 100 * (comm.size + 1))
 
 
 def drift(comm, name: str, feedback: bool) -> tuple[float, float]:

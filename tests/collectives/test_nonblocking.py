@@ -18,6 +18,7 @@ from hpcllm.collectives import (
     ibroadcast,
     ireduce_scatter,
 )  # fmt: skip
+from hpcllm.collectives.worker import can_thread
 from hpcllm.errors import CollectiveError, StallError
 from hpcllm.waiting import Waits
 
@@ -87,3 +88,39 @@ def test_without_threads_it_is_done_at_once(comm, monkeypatch):
     assert handle.wait().tolist() == [2.0] * 3
     with pytest.raises(ValueError, match="int9"):
         iallreduce(torch.ones(3), comm, "int9").wait()
+
+
+@pytest.mark.parallel([2, 3])
+def test_lanes_do_not_wait_for_each_other_though_ranks_start_them_in_another_order(comm):
+    if not can_thread():
+        pytest.skip("this MPI runs them at once")
+    other = laws.limited(comm.Dup())
+    starts = [(laws.limited(comm), "gradients", 1.0), (other, "tensor", 10.0), (comm, "parameters", 100.0)]
+    firsts = [iallreduce(torch.zeros(50_000), communicator, lane=lane) for communicator, lane, _ in starts]
+    for first in firsts:  # which is collective: so in one order
+        first.wait()
+    for n in (3, 50_000):
+        handles = {}
+        for communicator, lane, value in starts if comm.rank else reversed(starts):
+            handles[value] = iallreduce(torch.full((n,), value), communicator, lane=lane)
+            comm.Barrier()  # in one lane, this order would never end
+        for value, handle in handles.items():
+            assert handle.wait().eq(value * comm.size).all()
+    other.Free()
+
+
+@pytest.mark.parallel([2])
+def test_a_lane_goes_on_while_another_waits(comm):
+    laws.limited(comm)
+    for lane in ("gradients", "tensor"):
+        iallreduce(torch.zeros(1), comm, lane=lane).wait()
+    if comm.rank == 0:
+        slow = iallreduce(torch.ones(10), comm)
+        assert iallreduce(torch.ones(5), comm, lane="tensor").wait().eq(2).all()
+        assert not slow.done()
+        comm.Barrier()
+    else:
+        assert iallreduce(torch.ones(5), comm, lane="tensor").wait().eq(2).all()
+        comm.Barrier()
+        slow = iallreduce(torch.ones(10), comm)
+    assert slow.wait().eq(2).all()

@@ -11,13 +11,14 @@ from hpcllm.collectives import chunk_range, reduce_scatter, ring, two_step
 from hpcllm.collectives.operations import ALGORITHMS
 
 CASES = [(name, codec, dtype) for name in ("ring", "two_step") for codec, dtype in laws.PAIRS]
+CASES += [("node_window", "raw", dtype) for dtype in laws.DTYPES]
 CASES.append(("native", "raw", torch.float32))
 
 
 @pytest.mark.parallel([1, 2, 3, 4, 5])
 @pytest.mark.parametrize(("algorithm", "codec", "dtype"), CASES, ids=str)
 def test_sum(comm, monkeypatch, algorithm, codec, dtype):
-    bound = laws.two_step_bound if algorithm == "two_step" else laws.hop_bound
+    bound = laws.two_step_bound if algorithm in ("two_step", "node_window") else laws.hop_bound
     for n in laws.lengths(comm.size):
         addends = [laws.values(rank, n, dtype) for rank in range(comm.size)]
         x, wide = addends[comm.rank].clone(), [laws.wide(addend) for addend in addends]

@@ -15,6 +15,7 @@ from hpcllm.collectives.group import group_of, make_group
 from hpcllm.collectives.rates import Shape
 from hpcllm.collectives.select import plan, shape_of, use_tuning
 from hpcllm.collectives.tuning import Tuning
+from hpcllm.waiting import Waits
 
 CODECS = ["raw", "bf16", "int8:256", "exp"]
 SIZES = [1, 7, 1000, 1 << 16, 1 << 20]
@@ -164,10 +165,10 @@ def test_new_tuning_is_heeded_in_the_background_too(comm):
     group = group_of(comm)
     n, codec = 1 << 22, find_codec("int8:256")
     slow, fast = (made_up_tuning(far_gb_s=speed, near_gb_s=speed, copy_gb_s=0.02) for speed in (0.01, 1000.0))
-    group.background()
+    group.background("gradients")
     for tuning, chosen in ((slow, "int8:256"), (fast, "raw")):
         use_tuning(comm, tuning)
-        for each in (group, group.background()):
+        for each in (group, group.background("gradients")):
             assert plan("alltoall", n, codec, each).codec.name == chosen
             assert not each.plans
 
@@ -179,3 +180,15 @@ def test_the_shape_of_a_group(comm):
     assert shape_of(group) == Shape(comm.size, full + odd, 1 if odd else 2)
     assert isinstance(made_up_tuning(), Tuning)
     group.free()
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize("operation", ["allreduce", "reduce_scatter", "allgather"])
+def test_the_library_is_asked_only_where_it_may_block(comm, operation):
+    """A sum of the library that is polled moves on only when its waits wake up."""
+    group = group_of(comm)
+    for limit_s, small in ((None, "native"), (60.0, "node_window")):
+        group.wire.waits = Waits(limit_s)
+        chosen = {n: plan(operation, n, find_codec("raw"), group).algorithm for n in (100, 1 << 20)}
+        assert chosen == {100: small, 1 << 20: "node_window"}
+        assert plan(operation, 100, find_codec("int8"), group).algorithm in ("two_step", "bruck")

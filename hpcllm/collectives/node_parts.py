@@ -1,0 +1,86 @@
+"""`node_window` for a reduce-scatter and an all-gather: each rank reads the others' memory, and writes its own once.
+
+                reduce-scatter, x shared              all-gather, out shared
+    rank 0      [ x0 ][ x1 ][ x2 ]   out 0 = sum      [ p0 ][ <- ][ <- ]    every rank copies the others' parts
+    rank 1      [ x0 ][ x1 ][ x2 ]   of all x0,       [ <- ][ p1 ][ <- ]    from where their owners have them
+    rank 2      [ x0 ][ x1 ][ x2 ]   in rank order    [ <- ][ <- ][ p2 ]
+
+Arrays anywhere else go through the slots of node_exchange.py, those of a few KiB in one step. The sum is made as
+node_window_allreduce makes it: the same bits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hpcllm.chunks import chunk_range
+from hpcllm.codecs.protocol import Codec
+from hpcllm.collectives.group import Group
+from hpcllm.collectives.node_kernels import BETWEEN, KINDS, LEFT, copy, sum_rows
+from hpcllm.collectives.node_window import GATHER_CHUNKS, SUM_CHUNKS, Node, check_suits, node_of
+
+
+def node_window_reduce_scatter(x: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec) -> None:
+    """x (n,) fp32, bf16 or fp16 -> out: this rank's chunk of the sum over the ranks of one node. Collective over group.
+
+    Raises ValueError on all ranks if they bring different lengths, with several nodes, or with a codec other than raw.
+    """
+    check_suits(group, codec, "two_step", "two_step")
+    if group.size == 1:
+        out.copy_(x)
+    elif x.numel() > 0:
+        _sum_chunks(x, out, node_of(group))
+
+
+def node_window_allgather(part: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec) -> None:
+    """Every rank's part -> its chunk of out (n,) on the ranks of one node, any dtype. Collective over group.
+
+    Raises ValueError on all ranks if they bring different lengths, with several nodes, or with a codec other than raw.
+    """
+    check_suits(group, codec, "ring", "ring")
+    if group.size == 1:
+        out.copy_(part)
+    elif out.numel() > 0:
+        _gather_chunks(
+            part.view(torch.uint8), out.view(torch.uint8), _cuts(out, group.size) * out.itemsize, node_of(group)
+        )
+
+
+def _sum_chunks(x: torch.Tensor, out: torch.Tensor, node: Node) -> None:
+    cuts = _cuts(x, node.ranks)
+    start, to = int(cuts[node.rank]) * x.itemsize, np.array([out.data_ptr()], dtype=np.uint64)
+    if x.nbytes <= node.small_bytes:
+        sum_rows(KINDS[x.dtype], node.bring(x, x, SUM_CHUNKS) + np.uint64(start), to, 0, out.numel())
+        return
+    window, offset = node.enter(x, SUM_CHUNKS)
+    if window is None:
+        node.exchange(x, cuts, x.data_ptr() + start, out.data_ptr(), SUM_CHUNKS)
+    else:
+        sum_rows(KINDS[x.dtype], window.addresses + np.uint64(offset + start), to, 0, out.numel())
+        node.meet(LEFT, SUM_CHUNKS)
+
+
+def _gather_chunks(part: torch.Tensor, out: torch.Tensor, cuts: NDArray[np.int64], node: Node) -> None:
+    """part, out: bytes, cut at `cuts` counted in bytes."""
+    to, own = out.data_ptr(), out.data_ptr() + int(cuts[node.rank])
+    if int(np.diff(cuts).max()) <= node.small_bytes:
+        rows = node.bring(out, part, GATHER_CHUNKS)
+        for owner in range(node.ranks):
+            copy(to + int(cuts[owner]), int(rows[owner]), int(cuts[owner + 1] - cuts[owner]))
+        return
+    window, offset = node.enter(out, GATHER_CHUNKS)
+    if window is None:
+        node.exchange(out, cuts, part.data_ptr(), own, GATHER_CHUNKS)
+        return
+    if part.data_ptr() != own:
+        copy(own, part.data_ptr(), part.nbytes)
+    node.meet(BETWEEN, GATHER_CHUNKS)
+    node.collect(out, cuts, window.addresses, offset)
+    node.meet(LEFT, GATHER_CHUNKS)
+
+
+def _cuts(x: torch.Tensor, ranks: int) -> NDArray[np.int64]:
+    """(ranks + 1,) values at which the ranks' chunks of x begin."""
+    return np.array([chunk_range(x.numel(), ranks, rank)[0] for rank in range(ranks)] + [x.numel()], dtype=np.int64)
