@@ -16,11 +16,8 @@ from dataclasses import dataclass
 
 from mpi4py import MPI
 
+from hpcllm.axes import AXES, coordinates, mesh_sizes
 from hpcllm.config import MeshConfig
-from hpcllm.errors import MeshError
-from hpcllm.rules import divisors
-
-AXES = ("dp", "pp", "tp")
 
 
 @dataclass(frozen=True)
@@ -43,40 +40,6 @@ class Mesh:
     def shares_node(self, peer: int) -> bool:
         """Whether that rank of this pipeline is on this rank's node."""
         return bool(self.pp.group.Translate_ranks([peer], self.node.group)[0] != MPI.UNDEFINED)
-
-
-def mesh_sizes(ranks: int, mesh: MeshConfig) -> dict[str, int]:
-    """Axis -> size for that many ranks, dp = 0 filled in. Raises MeshError if the product is not the ranks."""
-    rest = mesh.pp * mesh.tp
-    if not mesh.dp and ranks % rest:
-        raise MeshError(
-            f"mesh.pp * mesh.tp = {mesh.pp} * {mesh.tp} = {rest} does not divide the {ranks} "
-            f"rank{'s' if ranks != 1 else ''} of the job; start it with a multiple of {rest} (srun --ntasks={rest}, "
-            f"mpirun -n {rest}) or take another mesh.pp; valid with {ranks}: {divisors(ranks)}"
-        )
-    dp = mesh.dp or ranks // rest
-    if dp * rest != ranks:
-        need = dp * rest
-        raise MeshError(
-            f"mesh.dp * mesh.pp * mesh.tp = {dp} * {mesh.pp} * {mesh.tp} = {need}, but the job has {ranks} "
-            f"rank{'s' if ranks != 1 else ''}; start it with {need} (srun --ntasks={need}, mpirun -n {need}) "
-            "or change the mesh"
-        )
-    return {"dp": dp, "pp": mesh.pp, "tp": mesh.tp}
-
-
-def coordinates(rank: int, sizes: dict[str, int], order: str) -> dict[str, int]:
-    """Axis -> place of `rank` on it; `order` names the fastest-varying axis first."""
-    place = {}
-    for axis in order.split(","):
-        rank, place[axis] = divmod(rank, sizes[axis])
-    return place
-
-
-def describe_rank(rank: int, ranks: int, config: MeshConfig) -> str:
-    """'dp 1, stage 2': where a rank of a job of so many ranks stands."""
-    place = coordinates(rank, mesh_sizes(ranks, config), config.order)
-    return f"dp {place['dp']}, stage {place['pp']}"
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import pytest
 from hpcllm import config as configs
 from hpcllm.config import Config
 from hpcllm.errors import MeshError, ScheduleError
-from hpcllm.layout import check_layout, schedule_of, spans_of
+from hpcllm.layout import check_layout, check_vocabulary, recompute_of, schedule_of, spans_of
 from hpcllm.pipeline.placement import Placement
 from hpcllm.pipeline.schedules import SCHEDULES, make_schedule
 
@@ -91,3 +91,49 @@ def test_what_the_batch_cannot_be_cut_into_is_refused():
     assert check_layout(config_of(pp=2, batch=12, microbatches=3), 4).mesh.dp == 2
     with pytest.raises(MeshError, match=r"microbatches = 4 does not divide the 6 samples .* valid: 1, 2, 3, 6"):
         check_layout(config_of(pp=2, batch=12, microbatches=4), 4)
+
+
+@pytest.mark.parametrize("tp", range(1, 9))
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sizes", [(4, 0, 352, 256), (12, 4, 48, 18), (6, 3, 9, 9), (8, 8, 24, 7)], ids=str)
+def test_layers_are_split_into_equal_parts_or_the_size_is_named_with_those_that_divide(sizes, sequence_parallel, tp):
+    heads, kv_heads, ffn, length = sizes
+    model = {"hidden": 96, "head_channels": 8, "heads": heads, "kv_heads": kv_heads, "ffn": ffn}
+    mesh = {"tp": tp, "sequence_parallel": sequence_parallel}
+    tables = {"model": model, "data": {"sequence_length": length}, "mesh": mesh}
+    config = configs.from_tables(tables)
+    split = [heads, kv_heads or heads, ffn, *([length] if sequence_parallel else [])]
+    fits = [size for size in range(1, 513) if not any(part % size for part in split)]
+    if tp in fits:
+        assert check_layout(config, tp).mesh.tp == tp
+        return
+    with pytest.raises(MeshError, match=rf"mesh\.tp = {tp} does not divide (model|data)\.\w+ = \d+; valid") as refused:
+        check_layout(config, tp)
+    assert f": {', '.join(map(str, fits))}; or make" in str(refused.value)
+
+
+def test_a_vocabulary_with_less_tokens_than_ranks_that_split_it_is_refused():
+    few = configs.from_tables({"model": {"vocabulary": 3}, "mesh": {"tp": 4}})
+    with pytest.raises(MeshError, match=r"mesh\.tp = 4 is more than the 3 tokens .* valid: 1 to 3"):
+        check_vocabulary(few)
+    check_vocabulary(configs.from_tables({"model": {"vocabulary": 4}, "mesh": {"tp": 4}}))
+
+
+@pytest.mark.parametrize(
+    ("words", "placement", "found"),
+    [
+        ("full", Placement(2, 2), ["full"] * 4),
+        ("full,none,selective,none", Placement(2, 2), ["full", "none", "selective", "none"]),
+        ("full,none", Placement(2), ["full", "none"]),
+        ("selective", Placement(1), ["selective"]),
+    ],
+)
+def test_one_word_of_recomputation_is_for_all_stages_and_more_are_one_each(words, placement, found):
+    assert recompute_of(config_of(recompute=words), placement) == found
+
+
+@pytest.mark.parametrize("words", ["full,none,none", "full,none"])
+def test_words_of_recomputation_that_are_not_as_many_as_stages_are_refused(words):
+    said = r"pipeline\.recompute = .* has \d words, .* with 2 chunks a rank is 4 stages; valid: one word for all, or 4"
+    with pytest.raises(MeshError, match=said):
+        recompute_of(config_of(recompute=words), Placement(2, 2))

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
+from hpcllm.axes import AXES, coordinates, describe_rank, mesh_sizes
 from hpcllm.config import MeshConfig
 from hpcllm.errors import MeshError
-from hpcllm.mesh import AXES, coordinates, mesh_sizes, open_mesh
+from hpcllm.mesh import open_mesh
 
 ORDERS = [",".join(axes) for axes in itertools.permutations(AXES)]
 axis_sizes = st.fixed_dictionaries({axis: st.integers(1, 6) for axis in AXES})
@@ -111,3 +112,12 @@ def test_a_mesh_that_does_not_fit_is_refused_on_every_rank(comm):
         open_mesh(comm, MeshConfig(dp=comm.size + 1)),
     ):
         pass
+
+
+@pytest.mark.parametrize("order", ["tp,dp,pp", "pp,tp,dp"])
+@pytest.mark.parametrize("tp", [1, 3])
+def test_where_a_rank_stands_is_said_with_its_part_of_the_layers_if_they_are_split(order, tp):
+    config = MeshConfig(dp=2, pp=2, tp=tp, order=order)
+    said = [describe_rank(rank, 4 * tp, config) for rank in range(4 * tp)]
+    part = [f", tp {place}" for place in range(tp)] if tp > 1 else [""]
+    assert sorted(said) == sorted(f"dp {dp}, stage {stage}{end}" for dp in (0, 1) for stage in (0, 1) for end in part)

@@ -10,7 +10,8 @@
                                                . x x x .
 
 Shapes: B batch, T sequence, D hidden, H query heads, G key and value heads (H a multiple of G), K channels a head,
-R channels of a head that turn (rotary.py), S tokens that are looked at: T, or more with a cache.
+R channels of a head that turn (rotary.py), S tokens that are looked at: T, or more with a cache. Heads are those of
+this rank, where tp splits them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from torch.nn import functional
 
 from hpcllm.config import ModelConfig
 from hpcllm.model.cache import KeyValueCache
-from hpcllm.model.linear import DeferredGradients, Linear
+from hpcllm.model.linear import PLAIN, Linear, Pass, columns, rows
+from hpcllm.model.recompute import Recipe
 from hpcllm.model.rotary import turn
+from hpcllm.model.tensor_parallel import ALONE, TensorParallel, as_gathered, in_order
 
 
 class Attention(nn.Module):
@@ -32,12 +35,13 @@ class Attention(nn.Module):
     for a weight layout that grouped queries complicate and a tensor-parallel split would have to take apart.
     """
 
-    def __init__(self, model: ModelConfig, number: int) -> None:
+    def __init__(self, model: ModelConfig, number: int, tp: TensorParallel = ALONE) -> None:
         """number: of the block, by which a cache knows it."""
         super().__init__()
         self.number, self.window, self.head_dim = number, model.window, model.head_dim
         self.grouped = model.key_value_heads != model.heads
-        queries, key_values = model.heads * model.head_dim, model.key_value_heads * model.head_dim
+        queries = model.heads // tp.size * model.head_dim
+        key_values = model.key_value_heads // tp.size * model.head_dim
         biases = model.biases != "none"
         self.query = Linear(model.hidden, queries, bias=biases)
         self.key = Linear(model.hidden, key_values, bias=biases)
@@ -46,20 +50,32 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x_BTD: Tensor,
+        x_BTD: Tensor | Recipe,
         table_2T1R: Tensor | None,
-        later: DeferredGradients | None = None,
+        how: Pass = PLAIN,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """table_2T1R: the rows of `rotary_table` for these positions; None: positions were added to x before.
 
-        later: where the linear layers leave their weight gradients; None: in .grad. cache: keys and values of the
-        tokens before x, to which those of x are added; None: there are none.
+        cache: keys and values of the tokens before x, to which those of x are added; None: there are none. Collective
+        over tp; where that splits the sequence, x and the result are this rank's part, (B, T/tp, D).
         """
-        heads = (-1, self.head_dim)
-        q_BTHK = self.query(x_BTD, later).unflatten(-1, heads)
-        k_BTGK = self.key(x_BTD, later).unflatten(-1, heads)
-        v_BTGK = self.value(x_BTD, later).unflatten(-1, heads)
+        q_k_v = columns(x_BTD, (self.query.weights, self.key.weights, self.value.weights), how)
+        core = Recipe(lambda q, k, v: self._core(q, k, v, table_2T1R, how.tp, cache), q_k_v)
+        return rows(core, self.output.weights, how)
+
+    def _core(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        table_2T1R: Tensor | None,
+        tp: TensorParallel,
+        cache: KeyValueCache | None,
+    ) -> Tensor:
+        """Everything between the linear layers, from their outputs to what `output` reads."""
+        in_line = (in_order(x, tp) for x in (query, key, value))
+        q_BTHK, k_BTGK, v_BTGK = (x.view(*x.shape[:2], -1, self.head_dim) for x in in_line)
         if table_2T1R is not None:
             q_BTHK, k_BTGK = turn(q_BTHK, table_2T1R), turn(k_BTGK, table_2T1R)
         if cache is not None:
@@ -73,8 +89,7 @@ class Attention(nn.Module):
             is_causal=mask_TS is None and q_BTHK.shape[1] > 1,
             enable_gqa=self.grouped,
         )
-        out_BTD: Tensor = self.output(out_BHTK.transpose(1, 2).flatten(2), later)
-        return out_BTD
+        return as_gathered(out_BHTK.transpose(1, 2), tp).flatten(-2)
 
 
 def _mask(queries: int, keys: int, window: int) -> Tensor | None:

@@ -10,7 +10,7 @@ Source: arXiv:1909.08053 section 3.
 
 from __future__ import annotations
 
-from hpcllm.collectives.chunks import chunk_range
+from hpcllm.chunks import chunk_range
 from hpcllm.model.shapes import Shape
 
 _COLUMNS = ("attention.query", "attention.key", "attention.value", "ffn.gate", "ffn.up")

@@ -19,7 +19,6 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hpcllm.model.linear import DeferredGradients
-from hpcllm.model.loss import cross_entropy_sum
 from hpcllm.model.transformer import Decoder
 from hpcllm.pipeline.actions import Action, Op
 
@@ -35,7 +34,10 @@ class _Pass:
 
 @dataclass
 class Chunk:
-    """A rank's piece of the model, and what is kept of the microbatches that are on their way through it."""
+    """A rank's piece of the model, and what is kept of the microbatches that are on their way through it.
+
+    Where tp splits the sequence between the layers, hidden states are (size, sequence/tp, hidden).
+    """
 
     decoder: Decoder
     loss: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))  # a sum, until set to 0
@@ -56,10 +58,11 @@ class Chunk:
         if not self.decoder.span.has_embedding:
             x = x.detach().requires_grad_(torch.is_grad_enabled())
         later = DeferredGradients() if split else None
-        output = self.decoder(x, later)
+        output = self.decoder.hidden_states(x, later)
         if self.decoder.span.has_head:
-            loss = cross_entropy_sum(output, targets)
-            self.loss += loss.detach()
+            loss = self.decoder.loss_sum(output, targets, later)
+            if self.decoder.tp.rank == 0:  # all tp ranks have the same
+                self.loss += loss.detach()
             output = loss * scale
         if torch.is_grad_enabled():
             self._passes[m] = _Pass(x, get_gradient_edge(output), later)
@@ -86,13 +89,14 @@ def additions(decoders: Sequence[Decoder], actions: Iterable[Action]) -> Counter
     """Name of a parameter -> how many times these actions add to its gradient. decoders: of each chunk of the rank.
 
     A backward pass adds once to each, at B, or at I or W. An embedding that is also the head of the same chunk is split
-    like no other: I adds what comes through the input, W what comes through the head.
+    like no other: I adds what comes through the input, W what comes through the head, or I both if logits exist in
+    pieces.
     """
     work = Counter((action.op, action.chunk) for action in actions)
     counts: Counter[str] = Counter()
     for chunk, decoder in enumerate(decoders):
         passes = work[Op.BACKWARD, chunk] + work[Op.BACKWARD_INPUT, chunk]
         counts.update({name: passes for name, _ in decoder.named_parameters()})
-        if decoder.model.tied and decoder.span.has_embedding and decoder.span.has_head:
+        if decoder.model.tied and decoder.span.has_embedding and decoder.span.has_head and not decoder.loss_tokens:
             counts["embedding.weight"] += work[Op.BACKWARD_WEIGHT, chunk]
     return counts

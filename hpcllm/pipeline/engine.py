@@ -40,11 +40,18 @@ class Engine:
     _taken: dict[Action, torch.Tensor] = field(default_factory=dict)  # by its RECV: what the link wants back
     _outgoing: dict[Action, torch.Tensor] = field(default_factory=dict)  # by its SEND
 
+    def set_exact(self, exact: bool) -> None:
+        """While true nothing that travels between stages, or inside split layers, is coded; the same on all ranks."""
+        self.link.exact = exact
+        for chunk in self.chunks:
+            chunk.decoder.exact = exact
+
     def run(self, schedule: Schedule, inputs: torch.Tensor, targets: torch.Tensor, scale: float) -> float:
         """Run a checked schedule over inputs and targets (microbatches, size, sequence) int64. Raises StallError.
 
         Gradients of `scale` times the summed loss are added to the parameters' .grad; a target of loss.IGNORED does
-        not count. Collective over the pipeline. Returns the summed loss; 0 on all ranks but that of the last stage.
+        not count. Collective over the pipeline and its tp ranks. Returns the summed loss; 0 on all ranks but tp rank 0
+        of the last stage.
         """
         actions = schedule.actions[self.link.mesh.pp.rank]
         self._split = frozenset((a.microbatch, a.chunk) for a in actions if a.op is Op.BACKWARD_INPUT)

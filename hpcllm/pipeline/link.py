@@ -55,13 +55,17 @@ class Message:
 
 @dataclass
 class Link:
-    """Messages of one rank of a pipeline; every one has the shape (microbatch, sequence, hidden) float32."""
+    """Messages of one rank of a pipeline; every one has the same shape, (microbatch, sequence, hidden), and type.
+
+    Where tp splits the sequence between its layers, a message holds the part of this rank, and so does its peer.
+    """
 
     mesh: Mesh
     placement: Placement
     shape: tuple[int, ...]
     waits: Waits
     codecs: Codecs = field(default_factory=dict)  # raw where nothing is said
+    dtype: torch.dtype = torch.float32
     exact: bool = False  # while true all messages are raw, whatever `codecs` says; the same on both sides
     plain_bytes: dict[Op, int] = field(default_factory=lambda: dict.fromkeys(CARGO, 0))
     sent_bytes: dict[Op, int] = field(default_factory=lambda: dict.fromkeys(CARGO, 0))
@@ -85,7 +89,7 @@ class Link:
         codec, landing = message.codec, message.memory
         if codec.name == "raw":
             return self._tensor(landing)
-        tensor = self._tensor(self._buffer(4 * math.prod(self.shape)))
+        tensor = self._tensor(self._buffer(self.dtype.itemsize * math.prod(self.shape)))
         codec.decode(landing[: codec.used_bytes(landing, tensor.numel())], tensor.view(-1))
         self.release(landing)
         return tensor
@@ -142,11 +146,11 @@ class Link:
         return message_tag(action.microbatch, receiving_chunk, self.placement.chunks, WAYS[action.op] is BACKWARD)
 
     def _codec(self, action: Action, peer: int) -> Codec:
-        return find_codec("raw" if self.exact else self.codecs.get((WAYS[action.op], peer), "raw"))
+        return find_codec("raw" if self.exact else self.codecs.get((WAYS[action.op], peer), "raw"), self.dtype)
 
     def _buffer(self, size_bytes: int) -> torch.Tensor:
         free = self._free[size_bytes]
         return free.pop() if free else torch.empty(size_bytes, dtype=torch.uint8)
 
     def _tensor(self, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer.view(torch.float32).view(self.shape)
+        return buffer.view(self.dtype).view(self.shape)

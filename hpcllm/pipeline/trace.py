@@ -6,8 +6,9 @@
     replica 0 (a process)    rank 0 (a thread)   | F0 | F1 |  RECV_B0  |   B0   |        categories: compute, wait
                              rank 1              |RECV_F0| F0 |   B0   |
 
-Rank 0 holds one rank's lines at a time. Recording appends to a list, twice a microbatch and direction; while it is off
-the engine asks whether it is on, and that is all.
+With tp each of its ranks has a pipeline to itself, and is shown and numbered as a replica. Rank 0 holds one rank's
+lines at a time. Recording appends to a list, twice a microbatch and direction; while it is off the engine asks whether
+it is on, and that is all.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ def write_trace(folder: Path, step: int, schedule: Schedule, mesh: Mesh, spans: 
     common = np.array([offset.lead_s - start, offset.error_s])
     waits.allreduce(mesh.world, common, lambda: "the earliest start of a traced step", MPI.MAX)
     zero_s, error_s = offset.lead_s - common[0], float(common[1])
-    lines = [*_names(mesh.dp.rank, mesh.pp.rank), *_events(spans, zero_s, mesh.dp.rank, mesh.pp.rank)]
+    replica, name = mesh.dp.rank * mesh.tp.size + mesh.tp.rank, f"replica {mesh.dp.rank}"
+    if mesh.tp.size > 1:
+        name += f", tp {mesh.tp.rank}"
+    lines = [*_names(replica, name, mesh.pp.rank), *_events(spans, zero_s, replica, mesh.pp.rank)]
     text = ",\n".join(map(json.dumps, lines)).encode()
     error = None
     if mesh.world.rank == 0:
@@ -78,10 +82,10 @@ def _events(spans: Iterable[Span], zero_s: float, replica: int, rank: int) -> It
         yield {"name": what, "cat": kind, "ph": "X", "ts": ts, "dur": round(end - ts, 3), **_ids(replica, rank)}
 
 
-def _names(replica: int, rank: int) -> Iterator[dict[str, object]]:
+def _names(replica: int, process: str, rank: int) -> Iterator[dict[str, object]]:
     """A replica is shown as a process, a rank of its pipeline as a thread, in this order."""
     place = {"ph": "M", **_ids(replica, rank)}
-    for kind, name, number in (("process", f"replica {replica}", replica), ("thread", f"rank {rank}", rank)):
+    for kind, name, number in (("process", process, replica), ("thread", f"rank {rank}", rank)):
         yield {"name": f"{kind}_name", **place, "args": {"name": name}}
         yield {"name": f"{kind}_sort_index", **place, "args": {"sort_index": number}}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -13,6 +14,8 @@ from hpcllm.config import ModelConfig
 from hpcllm.model import initialisation
 from hpcllm.model.initialisation import build, normal_slab
 from hpcllm.model.shapes import split_layers
+from hpcllm.model.shards import shard_of
+from hpcllm.model.tensor_parallel import TensorParallel
 from tests.model.variants import VARIANTS, whole
 
 
@@ -54,6 +57,22 @@ def test_a_stage_holds_the_bits_of_the_whole_model(model, stages):
     for span in split_layers(model, stages):
         for name, weight in build(model, span, seed=5).named_parameters():
             assert torch.equal(weight, one[name]), name
+
+
+@pytest.mark.parametrize("model", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (4, torch.float32)])
+def test_a_tp_rank_holds_its_part_of_the_bits_of_the_whole_model(monkeypatch, model, size, dtype):
+    """Rows, columns, tables whose vocabulary does not divide; also in pieces that end inside a row."""
+    model = dataclasses.replace(model, heads=4, kv_heads=4, head_channels=8)  # divisible by every size
+    one = dict(build(model, whole(model), seed=5).named_parameters())
+    monkeypatch.setattr(initialisation, "CHUNK", 101)
+    for rank in range(size):
+        tp = TensorParallel(rank=rank, size=size)
+        for name, weight in build(model, whole(model), 5, tp, dtype).named_parameters():
+            start, shape = shard_of(name, tuple(one[name].shape), rank, size)
+            part = one[name][tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+            assert weight.dtype == dtype
+            assert torch.equal(weight, part.to(dtype)), name
 
 
 def test_chunks_do_not_show(monkeypatch):

@@ -7,9 +7,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hpcllm.model.initialisation import build
-from hpcllm.model.linear import DeferredGradients, Linear
+from hpcllm.model.linear import DeferredGradients, Linear, Pass, columns
 from hpcllm.model.loss import cross_entropy_sum
 from tests.model.variants import VARIANTS, random_tokens, whole
+
+
+def linear(x: torch.Tensor, layer: Linear, later: DeferredGradients | None) -> torch.Tensor:
+    (y,) = columns(x, [layer.weights], Pass(later=later))
+    return y
 
 
 def gradients(model, later: DeferredGradients | None) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -45,7 +50,7 @@ def test_what_is_added_a_second_time_is_added_to_the_first():
         layer.zero_grad()
         for _ in range(times):
             later, x = DeferredGradients(), torch.ones(2, 3, 5, requires_grad=True)
-            layer(x, later).square().sum().backward()
+            linear(x, layer, later).square().sum().backward()
             later.add(lambda _: None)
         found += [layer.weight.grad.clone(), layer.bias.grad.clone(), x.grad]
     torch.testing.assert_close(twice, [2 * once[0], 2 * once[1], once[2]])
@@ -56,7 +61,7 @@ def test_the_first_half_frees_the_graph_and_the_second_the_rest():
     leaf = torch.randn(4, 5, requires_grad=True)
     x = leaf * 2
     memory = {"leaf": StorageWeakRef(leaf.untyped_storage()), "x": StorageWeakRef(x.untyped_storage())}
-    layer(x, later).sum().backward()
+    linear(x, layer, later).sum().backward()
     del leaf, x
     assert memory["leaf"].expired()
     assert not memory["x"].expired()
@@ -67,5 +72,5 @@ def test_the_first_half_frees_the_graph_and_the_second_the_rest():
 def test_without_gradients_nothing_is_put_off():
     layer, later = Linear(5, 5), DeferredGradients()
     with torch.no_grad():
-        layer(torch.randn(4, 5), later)
+        linear(torch.randn(4, 5), layer, later)
     later.add(lambda _: pytest.fail("there is nothing to add"))

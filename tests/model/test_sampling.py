@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from hpcllm.errors import UserError
+from hpcllm.model.cache import KeyValueCache
 from hpcllm.model.initialisation import build
-from hpcllm.model.sampling import draw, generate
-from tests.model.variants import VARIANTS, whole
+from hpcllm.model.sampling import Drawing, alone, check_prompt, check_settings, generate
+from tests.model.variants import VARIANTS, random_tokens, whole
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -23,18 +24,74 @@ def decoder(request):
     return model
 
 
+def drawing(decoder, temperature, top_k=0, seed=0) -> Drawing:
+    return Drawing(temperature, top_k, decoder.model.vocabulary, torch.Generator().manual_seed(seed))
+
+
 def sample(decoder, new_tokens=30, temperature=1.0, top_k=0, seed=0, stop=None, prompt=PROMPT):
-    generator = torch.Generator().manual_seed(seed)
-    return list(generate(decoder, prompt, new_tokens, temperature, top_k, generator, stop))
+    check_settings(new_tokens, temperature, top_k)
+    check_prompt(prompt, decoder.model.vocabulary)
+    next_token = alone(decoder, drawing(decoder, temperature, top_k, seed), len(prompt) + new_tokens)
+    return list(generate(next_token, prompt, new_tokens, decoder.model.max_sequence, stop))
 
 
-def test_temperature_zero_is_the_argmax_of_the_window(decoder):
-    tokens, window = list(PROMPT), decoder.model.max_sequence
-    for token in sample(decoder, temperature=0.0):  # 30 new tokens: the window slides
+def test_cached_logits_are_those_of_a_whole_pass(decoder):
+    """However the tokens are cut: each new piece sees those before it, and nothing else has changed."""
+    model = decoder.model
+    tokens = random_tokens(model, 2, model.max_sequence, seed=3)
+    with torch.no_grad():
+        whole = decoder(tokens)
+        for cuts in ([1] * model.max_sequence, [5, 1, 1, 3, 7], [16, 1], [1, 16], [17]):
+            shape = (2, model.max_sequence, model.key_value_heads, model.head_dim)
+            cache = KeyValueCache(range(model.layers), shape, torch.float32)
+            pieces = [decoder(piece, cache=cache) for piece in tokens.split(cuts, dim=1)]
+            assert cache.length == model.max_sequence
+            torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
+
+
+def test_a_read_token_costs_one_token(decoder):
+    """What reaches the layers after the prompt is one token long, but where a full cache is read afresh."""
+    lengths = []
+    decoder.blocks["0"].register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    sample(decoder, new_tokens=30)
+    half, whole = decoder.model.max_sequence // 2, decoder.model.max_sequence
+    full = [half, *[1] * (whole - half)]
+    assert lengths == [len(PROMPT), *[1] * (whole - len(PROMPT)), *full, *full][:30]
+
+
+def contexts(prompt, tokens, window):
+    """What each token is drawn from: all that was read since the cache was last full."""
+    start = max(0, len(prompt) - window)
+    for end in range(len(prompt), len(prompt) + len(tokens)):
+        if end - start > window:
+            start = end - max(window // 2, 1)
+        yield [*prompt, *tokens][start:end]
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT * 5], ids=["short", "longer than the window"])
+def test_temperature_zero_is_the_argmax_of_what_was_read(decoder, prompt):
+    tokens = sample(decoder, new_tokens=40, temperature=0.0, prompt=prompt)  # the cache is full more than once
+    assert len(tokens) == 40 > 2 * decoder.model.max_sequence
+    for token, context in zip(tokens, contexts(prompt, tokens, decoder.model.max_sequence), strict=True):
         with torch.no_grad():
-            assert token == decoder(torch.tensor([tokens[-window:]]))[0, -1].argmax()
-        tokens.append(token)
-    assert len(tokens) == len(PROMPT) + 30 > window
+            assert token == decoder(torch.tensor([context]))[0, -1].argmax()
+
+
+def test_any_window_goes_on():
+    """Of a stand-in for a model: what is read never exceeds the window, is never empty and ends with the newest."""
+    for window in range(1, 9):
+        read = []
+
+        def next_token(tokens, afresh, read=read):
+            read[:] = tokens if afresh else [*read, *tokens]
+            return read[-1] + 1
+
+        for length in (1, window, window + 3):
+            tokens = []
+            for token in generate(next_token, list(range(length)), 30, window, None):
+                assert 0 < len(read) <= window
+                tokens.append(token)
+            assert tokens == list(range(length, length + 30))
 
 
 def test_one_candidate_and_a_tiny_temperature_are_the_argmax(decoder):
@@ -57,7 +114,7 @@ def test_stop_ends_before_it_is_yielded(decoder):
 
 def test_caller_keeps_its_prompt_and_gradients(decoder):
     prompt = list(PROMPT)
-    next(generate(decoder, prompt, 5, 0.0, 0, torch.Generator(), None))
+    sample(decoder, prompt=prompt)
     assert prompt == PROMPT
     assert torch.ones(1, requires_grad=True).exp().requires_grad
 
@@ -70,8 +127,8 @@ def test_frequencies_are_those_of_the_tempered_softmax(temperature, top_k):
     if top_k:
         scaled = scaled.masked_fill(scaled < scaled.topk(min(top_k, 5)).values[-1], float("-inf"))
     want = scaled.softmax(-1)
-    generator, n = torch.Generator().manual_seed(0), 4000
-    counts = torch.bincount(torch.tensor([draw(logits, temperature, top_k, generator) for _ in range(n)]), minlength=5)
+    drawn, n = Drawing(temperature, top_k, 5, torch.Generator().manual_seed(0)), 4000
+    counts = torch.bincount(torch.tensor([drawn.token(logits) for _ in range(n)]), minlength=5)
     assert ((counts / n - want).abs() <= 5 * (want * (1 - want) / n).sqrt()).all()
 
 

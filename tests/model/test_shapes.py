@@ -72,6 +72,6 @@ def test_flops_of_matrices_are_those_that_pytorch_counts(name, length):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_attention_grows_with_the_length_and_nothing_else_does(name):
     model = VARIANTS[name]
-    slope = 12 * model.layers * model.hidden
+    slope = 12 * model.layers * model.heads * model.head_dim
     for length in (1, 64, 4096):
         assert math.isclose(flops_per_token(model, length) - flops_per_token(model, 0), slope * length)

@@ -6,6 +6,7 @@ import torch
 
 from hpcllm.config import ModelConfig
 from hpcllm.model.shapes import StageSpan
+from hpcllm.model.transformer import Decoder
 
 SMALL = {"layers": 4, "hidden": 24, "heads": 6, "ffn": 40, "vocabulary": 61, "max_sequence": 17}
 GPT2 = {"norm": "layernorm", "positions": "learned", "activation": "gelu_tanh", "biases": "all"}
@@ -40,3 +41,13 @@ def whole(model: ModelConfig) -> StageSpan:
 def random_tokens(model: ModelConfig, batch: int, sequence: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(model.vocabulary, (batch, sequence), generator=generator)
+
+
+def stirred(decoder: Decoder) -> Decoder:
+    """Biases off zero, norms off one, weights large: an error in any of them must show."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in sorted(decoder.named_parameters()):
+            generator.manual_seed(sum(name.encode()))
+            weight += 0.1 * torch.randn(weight.shape, generator=generator)
+    return decoder
