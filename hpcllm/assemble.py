@@ -2,15 +2,14 @@
 
 Config --+-- mesh sizes, batch split -----> Mesh, microbatches
          +-- token store -----------------> vocabulary, Sampler
-         +-- schedule, spans of layers ---> a Decoder a chunk --> GradientBuckets, AdamW, Engine
+         +-- schedule, spans of layers ---> a Decoder a chunk --> Gradients, Optimizer, Engine
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,21 +20,24 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from hpcllm.collectives import Group, group_of, shared_zeros
+from hpcllm.axes import describe_rank
+from hpcllm.collectives import group_of, prepare
 from hpcllm.collectives.select import Tuning, link_codec, load_tuning, use_tuning
-from hpcllm.collectives.wire import Wire
 from hpcllm.config import Config, traffic_codecs
 from hpcllm.data.sampler import Sampler, sample_count
 from hpcllm.data.store import TokenStore
-from hpcllm.errors import ConfigError, DataError, ScheduleError, UserError
-from hpcllm.layout import check_layout, schedule_of, spans_of
+from hpcllm.errors import ConfigError, DataError, ScheduleError
+from hpcllm.interchange.start import take_model
+from hpcllm.layout import check_layout, check_vocabulary, recompute_of, schedule_of, spans_of
 from hpcllm.machines import peak_tflops
-from hpcllm.mesh import Mesh, describe_rank, open_mesh
+from hpcllm.mesh import Mesh, open_mesh
 from hpcllm.metrics import Traffic
-from hpcllm.model.initialisation import build_chunks
+from hpcllm.model.initialisation import allocate_chunks, initial_values
+from hpcllm.model.tensor_parallel import LANE, TensorParallel, tensor_parallel, traffic
 from hpcllm.model.transformer import Decoder
-from hpcllm.optim.adamw import make_adamw
-from hpcllm.optim.buckets import BucketPlan, GradientBuckets, make_buckets
+from hpcllm.optim.assembly import KINDS, Optimization, assemble_optimizer
+from hpcllm.optim.buckets import Gradients
+from hpcllm.optim.optimizer import Optimizer
 from hpcllm.pipeline.checker import check
 from hpcllm.pipeline.chunk import Chunk, additions
 from hpcllm.pipeline.engine import Engine
@@ -43,6 +45,7 @@ from hpcllm.pipeline.link import BACKWARD, FORWARD, Codecs, Link
 from hpcllm.pipeline.placement import Placement
 from hpcllm.pipeline.schedules import Schedule
 from hpcllm.pipeline.timing import simulate
+from hpcllm.precision import LossScale, compute_dtype, make_loss_scale
 from hpcllm.together import on_root
 from hpcllm.waiting import Waits
 from hpcllm.watch import Watch, watching
@@ -54,6 +57,7 @@ class Parts:
 
     config: Config  # vocabulary and dp filled in
     mesh: Mesh
+    tp: TensorParallel
     store: TokenStore
     tokens: NDArray[np.integer]  # of the training split, mapped once: a store rewritten meanwhile changes nothing
     sampler: Sampler
@@ -61,10 +65,9 @@ class Parts:
     bubble: float  # share of a step that it lets a rank idle, if a backward pass takes twice a forward pass
     parameters: dict[str, torch.nn.Parameter]  # of this rank, in the order of the model
     shared: str | None  # the parameter of which the other end of the pipeline has a copy
-    has_head: bool  # the loss is made on this rank
-    gradients: GradientBuckets
-    wire: Wire  # of the gradients
-    adamw: torch.optim.AdamW
+    has_loss: bool  # this rank is the one of its replica that says what the loss is
+    optimization: Optimization
+    loss_scale: LossScale
     engine: Engine
     control: Waits
     watch: Watch
@@ -77,15 +80,25 @@ class Parts:
         return frozenset(name for name in self.parameters if not (is_copy and name == self.shared))
 
     @property
+    def gradients(self) -> Gradients:
+        return self.optimization.gradients
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.optimization.optimizer
+
+    @property
     def run_folder(self) -> Path:
         return Path(self.config.run.folder) / self.config.run.name
 
     def traffic(self) -> Traffic:
         """So far, of this rank: see metrics.TRAFFIC for the order."""
-        link, gradients = self.engine.link, self.gradients
-        exposed_s = link.waits.total_s + gradients.worker.exposed_s + self.control.total_s
+        link, worker, wires = self.engine.link, self.optimization.worker, self.optimization.wires
+        tensor_s, *tensor_bytes = traffic(self.tp)
+        exposed_s = link.waits.total_s + worker.exposed_s + tensor_s
+        shared = [count for kind in KINDS for count in (wires[kind].plain_bytes, wires[kind].sent_bytes)]
         ways = [count[way] for way in (FORWARD, BACKWARD) for count in (link.plain_bytes, link.sent_bytes)]
-        return np.array([exposed_s, gradients.hidden_s, self.wire.plain_bytes, self.wire.sent_bytes, *ways])
+        return np.array([exposed_s, worker.hidden_s, *shared, *ways, *tensor_bytes])
 
 
 def open_store(config: Config, comm: MPI.Intracomm) -> tuple[Config, TokenStore]:
@@ -111,18 +124,24 @@ def open_store(config: Config, comm: MPI.Intracomm) -> tuple[Config, TokenStore]
 @contextmanager
 def assemble(config: Config, comm: MPI.Intracomm) -> Iterator[Parts]:
     """Everything that this rank needs, with initial weights. Collective over comm. Raises UserError."""
-    config = check_layout(config, comm.size)
+    config = check_layout(take_model(config, comm), comm.size)
     schedule, bubble = _open_schedule(config, comm)
     config, store = open_store(config, comm)
+    check_vocabulary(config)
     spans = spans_of(config, schedule.placement)  # knows the vocabulary by now, which the head's cost depends on
+    recompute = recompute_of(config, schedule.placement)
     peak, tuning = on_root(comm, lambda: (peak_tflops(config.run.machine, torch.get_num_threads()), _tuning(config)))
     place = partial(describe_rank, ranks=comm.size, config=config.mesh)
     with open_mesh(comm, config.mesh) as mesh, watching(mesh.world, place) as watch:
         mine = [schedule.placement.stage(mesh.pp.rank, chunk) for chunk in range(schedule.placement.chunks)]
-        decoders = build_chunks(config.model, [spans[stage] for stage in mine], config.run.seed)
-        parts = _build(config, mesh, schedule, bubble, decoders, store, peak, tuning, watch)
+        tp = _tensor_parallel(config, mesh, tuning, watch)
+        decoders = allocate_chunks(config.model, [spans[stage] for stage in mine], tp, compute_dtype(config))
+        for stage, decoder in zip(mine, decoders, strict=True):
+            decoder.recompute = recompute[stage]
+            decoder.loss_tokens = config.pipeline.loss_tokens
+        parts = _build(config, mesh, tp, schedule, bubble, decoders, store, peak, tuning, watch)
         yield parts
-        parts.gradients.worker.close()
+        parts.optimization.close()
 
 
 def _tuning(config: Config) -> Tuning | None:
@@ -151,6 +170,7 @@ def _schedule_text(file: str) -> str:
 def _build(
     config: Config,
     mesh: Mesh,
+    tp: TensorParallel,
     schedule: Schedule,
     bubble: float,
     decoders: list[Decoder],
@@ -164,13 +184,16 @@ def _build(
     tokens = store.tokens("train")
     is_cut = schedule.placement.home(schedule.placement.stages - 1)[0] != 0  # embedding and head are on two ranks
     shared = "embedding.weight" if config.model.tied and is_cut and mesh.ends.size > 1 else None
-    wire = Wire(Waits(limit_s, watch=watch))
     counts = additions(decoders, schedule.actions[mesh.pp.rank])
-    gradients = _gradients(config, mesh, parameters, counts, shared, wire, tuning)
-    link = _link(config, mesh, schedule.placement, tuning, watch)
+    fill = initial_values(config.model, config.run.seed, tp)
+    optimization = assemble_optimizer(config, mesh, parameters, fill, counts, shared, tp, tuning, watch)
+    for decoder in decoders:
+        decoder.presence = optimization.optimizer.presence
+    link = _link(config, mesh, tp, schedule.placement, tuning, watch)
     return Parts(
         config=config,
         mesh=mesh,
+        tp=tp,
         store=store,
         tokens=tokens,
         sampler=Sampler(sample_count(len(tokens), data.sequence_length), config.run.seed),
@@ -178,61 +201,49 @@ def _build(
         bubble=bubble,
         parameters=parameters,
         shared=shared,
-        has_head=decoders[-1].span.has_head,
-        gradients=gradients,
-        wire=wire,
-        adamw=make_adamw(parameters, config.optimizer),
-        engine=Engine([Chunk(decoder) for decoder in decoders], link, gradients.added),
+        has_loss=decoders[-1].span.has_head and tp.rank == 0,
+        optimization=optimization,
+        loss_scale=make_loss_scale(config),
+        engine=Engine([Chunk(decoder) for decoder in decoders], link, optimization.gradients.added),
         control=Waits(limit_s, watch=watch),
         watch=watch,
         peak_tflops=peak_tflops,
     )
 
 
-def _gradients(
-    config: Config,
-    mesh: Mesh,
-    parameters: dict[str, torch.nn.Parameter],
-    counts: Mapping[str, int],
-    shared: str | None,
-    wire: Wire,
-    tuning: Tuning | None,
-) -> GradientBuckets:
-    communication = config.communication
-    plan = BucketPlan(
-        bucket_bytes=communication.bucket_mib * 2**20,
-        codec=traffic_codecs(communication)["gradients"],
-        exact=communication.exact,
-        algorithm=communication.algorithm,
-        seed=config.run.seed,
-    )
-    replicas, ends = group_of(mesh.dp), group_of(mesh.ends)
-    for group in (replicas, ends):
-        group.wire = wire
-        if tuning:
-            use_tuning(group, tuning)
-    return make_buckets(parameters, counts, shared, plan, replicas, ends, lambda n: _memory(n, replicas))
+def _tensor_parallel(config: Config, mesh: Mesh, tuning: Tuning | None, watch: Watch) -> TensorParallel:
+    """Collective over mesh.tp."""
+    group = group_of(mesh.tp)
+    group.wire.waits = Waits(config.limits.stall_s, watch=watch)
+    use_tuning(group, tuning)
+    for each in (group, group.background(LANE)) if group.size > 1 else ():
+        prepare(each)  # while no other thread makes windows
+    largest = math.prod(_hidden_shape(config, mesh))
+    codec = traffic_codecs(config.communication)["tensor"]
+    codec = link_codec(codec, largest, group.nodes == 1, tuning, _name(compute_dtype(config)))
+    return tensor_parallel(group, config.mesh.sequence_parallel, codec)
 
 
-def _memory(n: int, replicas: Group) -> torch.Tensor:
-    """(n,) zeros for gradients, where the replicas of a node can sum them in place. Collective over replicas."""
-    if replicas.node.size == 1:
-        return torch.zeros(n)
-    try:
-        return shared_zeros(n, replicas)
-    except UserError as error:  # a small /dev/shm, as in many containers: slower, for sums copy through a small window
-        if replicas.rank == 0:
-            print(f"hpcllm: gradients lie in private memory, and their sums take longer: {error}", file=sys.stderr)
-        return torch.zeros(n)
-
-
-def _link(config: Config, mesh: Mesh, placement: Placement, tuning: Tuning | None, watch: Watch) -> Link:
+def _hidden_shape(config: Config, mesh: Mesh) -> tuple[int, int, int]:
+    """(samples of a microbatch, sequence, hidden), whether or not tp splits the sequence."""
     size = config.data.global_batch // mesh.dp.size // config.pipeline.microbatches
-    shape = (size, config.data.sequence_length, config.model.hidden)
+    return size, config.data.sequence_length, config.model.hidden
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _link(
+    config: Config, mesh: Mesh, tp: TensorParallel, placement: Placement, tuning: Tuning | None, watch: Watch
+) -> Link:
+    size, sequence, hidden = _hidden_shape(config, mesh)
+    shape = (size, sequence // tp.parts, hidden)
+    dtype = compute_dtype(config)
     codecs: Codecs = {}
     neighbours = {(mesh.pp.rank + step) % mesh.pp.size for step in (-1, 1)} - {mesh.pp.rank}
     for way, kind in ((FORWARD, "forward"), (BACKWARD, "backward")):
         for peer in neighbours:
             name = traffic_codecs(config.communication)[kind]
-            codecs[way, peer] = link_codec(name, math.prod(shape), mesh.shares_node(peer), tuning)
-    return Link(mesh, placement, shape, Waits(config.limits.stall_s, watch=watch), codecs)
+            codecs[way, peer] = link_codec(name, math.prod(shape), mesh.shares_node(peer), tuning, _name(dtype))
+    return Link(mesh, placement, shape, Waits(config.limits.stall_s, watch=watch), codecs, dtype)

@@ -22,6 +22,7 @@ from hpcllm.errors import ConfigError
 from hpcllm.policy import TRAFFIC, codecs_of
 from hpcllm.rules import RULES, divisors
 
+SHARED_OUT = ("ring", "two_step", "node_window", "native")  # algorithms that give each replica its share of a sum
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -138,7 +139,7 @@ class CommunicationConfig:
     forward: str = ""  # activations between stages
     backward: str = ""  # gradients of activations between stages
     tensor: str = ""  # activations and their gradients inside the layers that tp splits
-    exact: str = "norm,bias,embedding,positions"  # parameters with such a word in their name: gradients always exact
+    exact: str = "norm,bias,embedding,positions"  # in a parameter's name: no lossy codec for it
     exact_steps: int = 20  # all traffic is exact in the first steps of a run
     algorithm: Literal[
         "auto", "ring", "two_step", "recursive_doubling", "rabenseifner", "node_window", "two_level", "native"
@@ -223,7 +224,8 @@ def from_tables(tables: dict[str, Any]) -> Config:
             raise ConfigError(f"{name} = {table!r} should be a table: write [{name}] and its keys below it")
         values[name] = _section(name, sections[name], table)
     config = Config(**values)
-    _check_together(config)
+    if not (config.run.start_from and config.model == ModelConfig()):  # else once the model is known
+        check_together(config)
     return config
 
 
@@ -309,7 +311,8 @@ def _override(tables: dict[str, Any], override: str) -> None:
     table[name] = value
 
 
-def _check_together(config: Config) -> None:
+def check_together(config: Config) -> None:
+    """Raises ConfigError for keys that are fine by themselves, but not together."""
     model, data = config.model, config.data
     if not model.head_channels and model.hidden % model.heads:
         raise ConfigError(
@@ -341,6 +344,7 @@ def _check_together(config: Config) -> None:
         raise ConfigError(f"log.trace_steps has {late[0]}, but run.steps = {config.run.steps}; valid: 1 to that")
     _check_pipeline(config.pipeline, model)
     _check_communication(config.communication)
+    _check_shard(config)
 
 
 def _check_pipeline(pipeline: PipelineConfig, model: ModelConfig) -> None:
@@ -362,6 +366,20 @@ def _check_communication(communication: CommunicationConfig) -> None:
         raise ConfigError(
             f"communication.algorithm = {communication.algorithm!r} adds up values as they are, but the gradients "
             f"travel as {gradients!r}; valid: communication.gradients = 'raw', or another algorithm, such as 'auto'"
+        )
+
+
+def _check_shard(config: Config) -> None:
+    shard, algorithm = config.optimizer.shard, config.communication.algorithm
+    if shard == "all" and config.mesh.pp > 1:
+        raise ConfigError(
+            f"optimizer.shard = 'all' with mesh.pp = {config.mesh.pp}: each microbatch would gather a stage's weights "
+            "anew; valid: mesh.pp = 1, or optimizer.shard = 'none', 'states' or 'states+gradients'"
+        )
+    if shard != "none" and algorithm not in ("auto", *SHARED_OUT):
+        raise ConfigError(
+            f"communication.algorithm = {algorithm!r} gives every replica the whole sum, but with optimizer.shard = "
+            f"{shard!r} each gets its share; valid: auto, {', '.join(SHARED_OUT)}"
         )
 
 

@@ -24,7 +24,7 @@ from hpcllm.errors import HpcllmError
 from hpcllm.model.shapes import flops_per_token
 
 Record = dict[str, Any]
-KINDS = ("gradients", "forward", "backward")
+KINDS = ("gradients", "parameters", "forward", "backward", "tensor")
 # seconds waited, seconds of sums behind computing; then bytes sent by kind, before and after the codec
 TRAFFIC = ("exposed_s", "hidden_s", *(f"{kind}_{what}" for kind in KINDS for what in ("plain_bytes", "bytes")))
 Traffic = NDArray[np.float64]  # (len(TRAFFIC),)
@@ -49,6 +49,10 @@ class Log:
         self._write(record)
         line = f"step {record['step']:>6}/{self.bar.total}  validation loss {record['validation_loss']:.4f}"
         self.say(f"{line}  bits per byte {record['bits_per_byte']:.4f}")
+
+    def memory(self, record: Record, line: str) -> None:
+        self._write(record)
+        self.say(line)
 
     def say(self, text: str) -> None:
         self.bar.write(text, file=sys.stdout)
@@ -75,7 +79,7 @@ class Log:
 
     def _add_events(self, record: Record) -> None:
         for key, value in record.items():
-            if key != "step":
+            if key != "step" and value is not None:
                 self.events.add_scalar(key, value, record["step"])
         self.events.flush()
 
@@ -151,9 +155,10 @@ def open_log(folder: Path, first_step: int, steps: int, tensorboard: bool) -> Lo
 def step_line(record: Mapping[str, Any], steps: int) -> str:
     """'step     20/300  loss 6.1234  ...': one logged step for people."""
     mfu = f"  MFU {100 * record['mfu']:.1f} %" if "mfu" in record else ""
+    grad = "overflow" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
     return (
         f"step {record['step']:>6}/{steps}  loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  "
-        f"grad {record['grad_norm']:.3f}  {record['tokens_per_s']:,.0f} tokens/s  "
+        f"grad {grad}  {record['tokens_per_s']:,.0f} tokens/s  "
         f"{record['tflops_per_device']:.3f} TFLOP/s a rank{mfu}  waiting {100 * record['communication_share']:.0f} %  "
         f"{record['memory_gb']:.2f} GB  ETA {clock(record['eta_s'])}"
     )

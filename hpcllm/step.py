@@ -9,7 +9,7 @@ from hpcllm.data.sampler import read_batch
 
 
 def forward_backward(parts: Parts, step: int, position: int) -> float:
-    """Leave the summed gradients of the batch at `position` in the buckets; returns this rank's part of the loss.
+    """Sum up the gradients of the batch at `position`, times the loss scale; returns this rank's part of the loss.
 
     step: how many steps the run has made, which decides whether traffic is still exact. The part is in nats a token of
     the global batch and 0 on all ranks but that of the last stage. Collective over the mesh. Raises StallError.
@@ -17,10 +17,11 @@ def forward_backward(parts: Parts, step: int, position: int) -> float:
     data, communication = parts.config.data, parts.config.communication
     tokens = data.global_batch * data.sequence_length
     exact = step < communication.exact_steps
-    parts.engine.link.exact = exact
+    parts.engine.set_exact(exact)
+    parts.optimizer.weights.exact = exact
     inputs, targets = _my_samples(parts, position)
     parts.gradients.begin(step, exact)
-    loss = parts.engine.run(parts.schedule, inputs, targets, 1 / tokens)
+    loss = parts.engine.run(parts.schedule, inputs, targets, parts.loss_scale.value / tokens)
     parts.gradients.finish()
     return loss / tokens
 

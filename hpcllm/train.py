@@ -1,7 +1,7 @@
 """The training loop, to be read from top to bottom.
 
     samples -> engine: forward and backward of every microbatch -> gradients, summed over dp meanwhile
-            -> all ranks agree: loss, norm, is it finite, was a stop asked for -> clip -> AdamW -> log, validate, save
+            -> all ranks agree: loss, norm, is it finite, was a stop asked for -> clip, AdamW -> log, validate, save
 
 A run lives in <folder>/<name>. `train` on a folder that has a checkpoint goes on from the newest sound one, so a
 requeued job needs no other command.
@@ -24,10 +24,11 @@ from hpcllm.claim import claim_run
 from hpcllm.config import Config
 from hpcllm.errors import HpcllmError, NonFiniteError
 from hpcllm.job import StopSignals
+from hpcllm.memory import counting, log_memory
 from hpcllm.metrics import Log, Pace, Traffic, open_log, peak_memory_gb
 from hpcllm.model.shapes import parameter_count
-from hpcllm.optim.adamw import set_learning_rate
 from hpcllm.optim.learning_rate import learning_rate
+from hpcllm.optim.pieces import MODEL
 from hpcllm.pipeline.trace import recording, write_trace
 from hpcllm.replicas import check_replicas
 from hpcllm.resume import resume, save_run
@@ -42,7 +43,7 @@ class Agreed:
     """What all ranks know of a step: the same numbers everywhere."""
 
     loss: float  # nats a token, over the global batch
-    gradient_norm: float
+    gradient_norm: float  # of the loss itself, whatever it was scaled with; not finite where a scaled gradient is not
     stop: bool
     traffic: Traffic  # of the step, summed over the ranks
 
@@ -59,31 +60,34 @@ def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: b
         step, position, saved = resume(parts)
         log = _start_log(parts, step, stack)
         pace = Pace(config, world.size, parts.peak_tflops)
-        loss, checked, stopping = math.nan, None, False
+        loss, checked, stopping, counted, first = math.nan, None, False, parts.traffic(), step
         while step < config.run.steps and not stopping:
-            began_s, traffic = time.perf_counter(), parts.traffic()
+            began_s = time.perf_counter()
             rate = learning_rate(step, config.run.steps, config.optimizer)
-            set_learning_rate(parts.adamw, rate)
-            with recording(parts.engine, step + 1 in config.log.trace_steps) as spans:
+            traced = step + 1 in config.log.trace_steps
+            with recording(parts.engine, traced) as spans, counting(parts, step == first) as live:
                 local_loss = forward_backward(parts, step, position)
-            traffic = parts.traffic() - traffic
-            agreed = _agree(parts, local_loss, bool(signals.received), traffic)
-            if not (math.isfinite(agreed.loss) and math.isfinite(agreed.gradient_norm)):
+            before, counted = counted, parts.traffic()  # with the weights that came behind this step's forward pass
+            agreed = _agree(parts, local_loss, bool(signals.received), counted - before)
+            if not (math.isfinite(agreed.loss) and _update(parts, agreed.gradient_norm, rate)):
                 raise _not_finite(parts, agreed, local_loss, step + 1, position, saved)
-            _clip(parts, agreed.gradient_norm)
-            parts.adamw.step()
             step, position, loss, stopping = step + 1, position + config.data.global_batch, agreed.loss, agreed.stop
             pace.add(time.perf_counter() - began_s, agreed.traffic)
 
             is_last = stopping or step == config.run.steps
+            if live:
+                log_memory(parts, log, step, live.peak)
             if _due(step, config.communication.hash_every_steps):
-                check_replicas(parts.parameters, parts.mesh.dp, parts.control, step)
+                _check_replicas(parts, step)
             if step in config.log.trace_steps:
                 write_trace(parts.run_folder / "trace", step, parts.schedule, parts.mesh, spans, parts.control)
             if is_last or _due(step, config.log.every_steps):
                 _log_step(parts, log, pace, step, agreed, rate)
             if not is_last and _due(step, config.log.validation_every_steps):
+                parts.optimizer.settle()
+                before = parts.traffic()
                 checked = _validate(parts, step, log)
+                counted += parts.traffic() - before  # it is no part of a step
             if is_last or _due(step, config.checkpoint.every_steps):
                 saved = save_run(parts, claim, step, position)
         if not stopping:
@@ -104,19 +108,25 @@ def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: b
 
 def _agree(parts: Parts, loss: float, stop: bool, traffic: Traffic) -> Agreed:
     """One small sum over all ranks a step: loss, gradient norm, wish to stop. Collective over the mesh."""
-    mesh = parts.mesh
-    # replicas have the same gradients, bit for bit, so one of them speaks for all
-    squares = parts.gradients.squared_norm(owns_shared=mesh.pp.rank == 0) if mesh.dp.rank == 0 else 0.0
-    sums = np.array([loss, squares, stop, *traffic])
-    parts.control.allreduce(mesh.world, sums, lambda: "all ranks to agree on a step's loss and gradient norm")
-    return Agreed(float(sums[0]), math.sqrt(sums[1]), bool(sums[2] > 0), sums[3:])
+    sums = np.array([loss, parts.gradients.squared_norm(), stop, *traffic])
+    what = "all ranks to agree on a step's loss and gradient norm"
+    parts.control.allreduce(parts.mesh.world, sums, lambda: what)
+    return Agreed(float(sums[0]), math.sqrt(sums[1]) / parts.loss_scale.value, bool(sums[2] > 0), sums[3:])
 
 
-def _clip(parts: Parts, norm: float) -> None:
-    """Scale the gradients of the whole mesh to a norm of at most clip_norm (Pascanu et al. 2013, algorithm 1)."""
+def _update(parts: Parts, norm: float, rate: float) -> bool:
+    """Update the weights, with gradients of a norm of at most clip_norm (Pascanu et al. 2013, algorithm 1).
+
+    A step in which a gradient overflowed is skipped, and the loss scale halved; False if that would not help. The same
+    on all ranks. Collective over the mesh.
+    """
+    if not math.isfinite(norm):
+        return parts.loss_scale.is_dynamic and parts.loss_scale.overflow()
     limit = parts.config.optimizer.clip_norm
-    if limit and norm > limit:
-        parts.gradients.scale(limit / norm)
+    clip = limit / norm if limit and norm > limit else 1.0
+    parts.optimizer.update(rate, clip / parts.loss_scale.value)
+    parts.loss_scale.good_step()
+    return True
 
 
 def _not_finite(
@@ -125,15 +135,24 @@ def _not_finite(
     """Who saw it first. Collective over the mesh; only on the way out."""
     where = f"rank {parts.mesh.world.rank} (dp {parts.mesh.dp.rank}, stage {parts.mesh.pp.rank})"
     bad_loss = parts.mesh.world.allgather("" if math.isfinite(local_loss) else where)
-    bad_gradient = parts.mesh.world.allgather("" if math.isfinite(parts.gradients.squared_norm(True)) else where)
+    bad_gradient = parts.mesh.world.allgather("" if parts.gradients.is_finite() else where)
     ranks = [name for name in bad_loss if name] or [name for name in bad_gradient if name]
+    scaled = parts.loss_scale.is_dynamic and math.isfinite(agreed.loss)
+    advice = "precision.compute = 'bf16': the loss scale is 1, and fp16 still overflows; or with " if scaled else ""
     error = NonFiniteError(
         f"step {step}: loss {agreed.loss}, gradient norm {agreed.gradient_norm}, on {', '.join(ranks[:3])}; samples "
         f"{position} to {position + parts.config.data.global_batch - 1}; nothing was written after it. "
-        f"Go on from {saved or 'the start'} with a lower optimizer.learning_rate or a longer warm-up"
+        f"Go on from {saved or 'the start'} with {advice}a lower optimizer.learning_rate or a longer warm-up"
     )
     error.everywhere = True
     return error
+
+
+def _check_replicas(parts: Parts, step: int) -> None:
+    """Collective over the mesh. Raises ReplicaError."""
+    is_sharded = parts.config.optimizer.shard == "all"
+    own = {piece.name: piece.values for piece in parts.optimizer.pieces_to_read() if piece.kind == MODEL}
+    check_replicas(own if is_sharded else parts.parameters, parts.mesh, parts.control, step, is_sharded)
 
 
 def _due(step: int, every_steps: int) -> bool:
@@ -163,8 +182,9 @@ def _start_log(parts: Parts, step: int, stack: ExitStack) -> Log | None:
 
 def _say_what_starts(parts: Parts, log: Log) -> None:
     config, shape = parts.config, parts.mesh.shape
+    model = config.run.start_from or config.model.preset
     log.say(
-        f"{config.run.name}: {parameter_count(config.model) / 1e6:.2f} M parameters ({config.model.preset}), "
+        f"{config.run.name}: {parameter_count(config.model) / 1e6:.2f} M parameters ({model}), "
         f"dp={shape['dp']} pp={shape['pp']} tp={shape['tp']}, {parts.schedule.name} with "
         f"{config.pipeline.microbatches} microbatches{_chunks(parts)} (bubble {100 * parts.bubble:.0f} %), "
         f"{torch.get_num_threads()} thread(s) a rank, {_mpi_library()}"
@@ -187,7 +207,10 @@ def _log_step(parts: Parts, log: Log | None, pace: Pace, step: int, agreed: Agre
     """Collective over the mesh: the largest memory of all ranks stands in the line."""
     memory_gb = np.array([peak_memory_gb()])
     parts.control.allreduce(parts.mesh.world, memory_gb, lambda: "the largest memory over all ranks", MPI.MAX)
-    record = {"step": step, "loss": agreed.loss, "learning_rate": rate, "grad_norm": agreed.gradient_norm}
+    norm = agreed.gradient_norm if math.isfinite(agreed.gradient_norm) else None  # JSON has no word for infinity
+    record = {"step": step, "loss": agreed.loss, "learning_rate": rate, "grad_norm": norm}
+    if parts.loss_scale.is_dynamic:
+        record |= {"loss_scale": parts.loss_scale.value, "skipped_steps": step - parts.optimizer.updates}
     record |= pace.take(step) | {"memory_gb": memory_gb.item()}
     if log:
         log.step(record)

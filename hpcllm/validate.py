@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -35,18 +36,21 @@ def validate(parts: Parts) -> Validation | None:
     samples = min(sample_count(len(tokens), config.data.sequence_length), config.data.validation_sequences)
     if samples < 1:
         return None
-    schedule = forward_only(parts.schedule.placement, config.pipeline.microbatches)
+    schedule = _schedule(parts.schedule.placement, config.pipeline.microbatches)
     sums = np.zeros(3)  # loss in nats, tokens, bytes
     for start in range(0, samples, config.data.global_batch):
         inputs, targets = _my_share(parts, tokens, start, samples)
         with torch.no_grad():
             loss = parts.engine.run(schedule, inputs, targets, scale=1.0)
-        if parts.has_head:
+        if parts.has_loss:
             counted = targets[targets != IGNORED].numpy()
             sums += loss, counted.size, parts.store.token_bytes[counted].sum()
     parts.control.allreduce(mesh.world, sums, lambda: "the sum of the validation loss over all ranks")
     nats, count, text_bytes = sums.tolist()
     return Validation(nats / count, nats / math.log(2) / max(1.0, text_bytes), samples)
+
+
+_schedule = cache(forward_only)  # of all ranks: with many of them it takes as long as a step to make
 
 
 def _my_share(parts: Parts, tokens: np.ndarray, start: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,6 +62,6 @@ def _my_share(parts: Parts, tokens: np.ndarray, start: int, samples: int) -> tup
     for row, sample in enumerate(range(first, min(first + share, samples))):
         rows[row] = tokens[sample * length : (sample + 1) * length + 1]
     batch = torch.from_numpy(rows).view(config.pipeline.microbatches, -1, length + 1)
-    targets = batch[..., 1:].contiguous()
+    targets = batch[..., 1:].clone(memory_format=torch.contiguous_format)  # inputs must not see what is ignored
     targets.view(share, length)[max(0, samples - first) :] = IGNORED
     return batch[..., :-1], targets

@@ -89,6 +89,8 @@ def valid_tables(draw) -> dict:
         "limits": {"stall_s": draw(positive)},
     }
     some = {name: {k: v for k, v in table.items() if draw(st.booleans())} for name, table in full.items()}
+    if full["mesh"]["pp"] > 1 and some["optimizer"].get("shard") == "all":
+        del some["optimizer"]["shard"]
     return {"model": model, "data": {"sequence_length": 64}} | some | {"mesh": full["mesh"], "data": full["data"]}
 
 
@@ -226,6 +228,11 @@ def test_words_of_the_command_line(override, key, value):
         ({"pipeline": {"recompute": "full,some"}}, ["recompute = 'full,some'", "none, selective or full"]),
         ({"optimizer": {"shard": "zero"}}, ["shard = 'zero'", "'states+gradients'"]),
         ({"precision": {"compute": "fp8"}}, ["compute = 'fp8'", "'bf16'"]),
+        ({"optimizer": {"shard": "all"}, "mesh": {"pp": 2}}, ["shard = 'all'", "mesh.pp = 2", "pp = 1", "'states'"]),
+        (
+            {"optimizer": {"shard": "states"}, "communication": {"algorithm": "two_level"}},
+            ["algorithm = 'two_level'", "shard = 'states'", "auto, ring"],
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_with_key_value_and_what_is_valid(tables, said):

@@ -13,17 +13,31 @@ from hypothesis import strategies as st
 
 from hpcllm.config import from_tables
 from hpcllm.errors import HpcllmError
-from hpcllm.metrics import Pace, clock, open_log, step_line
+from hpcllm.metrics import TRAFFIC, Pace, clock, open_log, step_line
 from hpcllm.model.shapes import flops_per_token
 
 CONFIG = from_tables({"run": {"steps": 100}, "data": {"global_batch": 6, "sequence_length": 32}})
 durations = st.lists(st.tuples(st.floats(1e-3, 10), st.floats(0, 1)), min_size=1, max_size=20)
 
 
+SENT = {
+    "gradients_plain_bytes": 4e6,
+    "gradients_bytes": 1e6,
+    "forward_plain_bytes": 2e6,
+    "forward_bytes": 2e6,
+    "tensor_plain_bytes": 6e6,
+    "tensor_bytes": 4e6,
+}
+
+
+def traffic_of(**counts: float) -> np.ndarray:
+    return np.array([counts.get(what, 0.0) for what in TRAFFIC])
+
+
 def record(step: int) -> dict:
     numbers = {"loss": 2.5, "learning_rate": 1e-3, "grad_norm": 1.0, "memory_gb": 0.5}
     pace = Pace(CONFIG, ranks=2, peak_tflops=None)
-    pace.add(0.5, np.array([0.2, 0, 0, 0, 0, 0, 0, 0]))
+    pace.add(0.5, traffic_of(exposed_s=0.2))
     return {"step": step} | numbers | pace.take(step)
 
 
@@ -37,7 +51,7 @@ def test_pace_gives_means_since_the_last_time_and_over_all(intervals, ranks, pea
     pace = Pace(CONFIG, ranks, peak)
     for interval in intervals:
         for step_s, share in interval:
-            pace.add(step_s, np.array([share * step_s * ranks, 0.5 * ranks, 4e6, 1e6, 2e6, 2e6, 0, 0]))
+            pace.add(step_s, traffic_of(exposed_s=share * step_s * ranks, hidden_s=0.5 * ranks, **SENT))
         total_s = sum(step_s for step_s, _ in interval)
         found = pace.take(40)
         mean_s = total_s / len(interval)
@@ -48,9 +62,8 @@ def test_pace_gives_means_since_the_last_time_and_over_all(intervals, ranks, pea
         tflops = flops_per_token(CONFIG.model, 32) * 6 * 32 / mean_s / ranks / 1e12
         assert found["tflops_per_device"] == pytest.approx(tflops)
         assert found["communication_hidden_s"] == pytest.approx(0.5)
-        sent = {key: value for key, value in found.items() if key.startswith(("gradients", "forward", "backward"))}
-        gradients = {"gradients_plain_bytes": 4e6, "gradients_bytes": 1e6, "gradients_ratio": 4}
-        assert sent == {**gradients, "forward_plain_bytes": 2e6, "forward_bytes": 2e6, "forward_ratio": 1}
+        sent = {key: value for key, value in found.items() if key.endswith(("_bytes", "_ratio"))}
+        assert sent == SENT | {"gradients_ratio": 4, "forward_ratio": 1, "tensor_ratio": 1.5}
         assert found.get("mfu") == (pytest.approx(tflops / peak) if peak else None)
     everything = [step_s for interval in intervals for step_s, _ in interval]
     assert pace.mean_tokens_per_s == pytest.approx(len(everything) * 6 * 32 / sum(everything))

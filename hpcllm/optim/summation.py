@@ -1,9 +1,12 @@
-"""How one bucket of gradients is summed: over which ranks, by which codec, exactly in the first steps.
+"""How one array of gradients is summed: over which ranks, by which codec, exactly in the first steps.
 
-    replicas (dp)  -- codec, algorithm -->  sum  -- ends of the pipeline, a tied embedding only -->  sum
+    all on all       replicas (dp) -- codec, algorithm --> sum ; then over the others in turn
+    each its share   replicas -- reduce-scatter --> own stretch of the sum ; then that stretch over the others
+    others           tp, for what each of its ranks saw a part of the sequence for; both ends of the pipeline, for a
+                     tied embedding
 
-A codec with error feedback keeps what it owes for the next step, on each rank; a run that goes on from a checkpoint
-begins owing nothing. Stochastic rounding is keyed by seed, step, bucket and rank, so a step's bits repeat.
+A codec with error feedback keeps what it owes for the next sum, on each rank; a run that goes on from a checkpoint
+begins owing nothing. Stochastic rounding is keyed by seed, array, step, sum and rank, so a step's bits repeat.
 """
 
 from __future__ import annotations
@@ -16,43 +19,73 @@ import torch
 
 from hpcllm.codecs import Codec, find_codec
 from hpcllm.codecs.names import parse_name
-from hpcllm.collectives import Group, allreduce
+from hpcllm.collectives import Group, allreduce, reduce_scatter
 from hpcllm.collectives.feedback import ErrorFeedback
 from hpcllm.policy import FEEDBACK
 
 
+@dataclass(frozen=True)
+class Moment:
+    """When a sum is made, which decides its random numbers and whether it is exact."""
+
+    step: int
+    exact: bool
+    part: int = 0  # of the step's sum of one array
+
+
+EXACTLY = Moment(0, exact=True)
+
+
 @dataclass
 class Summation:
-    """Sums one bucket over its groups, one after another."""
+    """Sums one array over its groups."""
 
-    groups: tuple[Group, ...]
+    replicas: Group
+    others: tuple[Group, ...]
     codec_name: str  # as in the run file
     algorithm: str
-    key: tuple[int, ...]  # seed and bucket; what makes its random numbers its own
+    key: tuple[int, ...]  # seed and array; what makes its random numbers its own
     _surplus: dict[int, ErrorFeedback] = field(default_factory=dict)  # of each group, by its id
 
-    def run(self, x: torch.Tensor, step: int, exact: bool) -> None:
+    def everywhere(self, x: torch.Tensor, moment: Moment) -> None:
         """Sum x (n,) float32 over all groups in place; the same bits on all of their ranks. Collective over them."""
-        for group in self.groups:
-            if exact or self.codec_name == "raw":
-                allreduce(x, group, "raw", self.algorithm)
-            elif self.codec_name.endswith(FEEDBACK):
-                feedback = self._feedback(group, x.numel())
-                feedback.codec = self._codec(step, group.rank)
-                feedback.allreduce(x)
-            else:
-                allreduce(x, group, self._codec(step, group.rank), self.algorithm)
+        self._allreduce(x, self.replicas, moment)
+        self.over_others(x, moment)
 
-    def _codec(self, step: int, rank: int) -> Codec:
-        name = self.codec_name.removesuffix(FEEDBACK)
+    def shared_out(self, x: torch.Tensor, share: torch.Tensor, moment: Moment) -> None:
+        """x (n,) float32 -> share: this replica's chunk_range of the sum over replicas. Collective over them."""
+        codec = self._codec(self.replicas, x.numel(), moment, "reduce_scatter")
+        if isinstance(codec, ErrorFeedback):
+            codec.reduce_scatter(x, share)
+        else:
+            reduce_scatter(x, self.replicas, codec, self.algorithm, share)
+
+    def over_others(self, x: torch.Tensor, moment: Moment) -> None:
+        """Sum what the replicas have summed, x or a share of it, in place. Collective over the other groups."""
+        for group in self.others:
+            self._allreduce(x, group, moment)
+
+    def _allreduce(self, x: torch.Tensor, group: Group, moment: Moment) -> None:
+        codec = self._codec(group, x.numel(), moment)
+        if isinstance(codec, ErrorFeedback):
+            codec.allreduce(x)
+        else:
+            allreduce(x, group, codec, self.algorithm)
+
+    def _codec(self, group: Group, n: int, moment: Moment, operation: str = "allreduce") -> str | Codec:
+        """For n values over the group: a name, a codec with this moment's random numbers, or one with feedback."""
+        name = "raw" if moment.exact else self.codec_name.removesuffix(FEEDBACK)
+        if name == "raw" or not n:
+            return "raw"
         codec = find_codec(name)
-        if not parse_name(name).stochastic:
+        if parse_name(name).stochastic:
+            words = (*self.key, moment.step, group.rank, *([moment.part] if moment.part else []))
+            digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
+            codec = dataclasses.replace(codec, key=int.from_bytes(digest, "big"))  # type: ignore[type-var]
+        if not self.codec_name.endswith(FEEDBACK):
             return codec
-        digest = hashlib.blake2b(repr((*self.key, step, rank)).encode(), digest_size=8).digest()
-        keyed: Codec = dataclasses.replace(codec, key=int.from_bytes(digest, "big"))  # type: ignore[type-var]
-        return keyed
-
-    def _feedback(self, group: Group, n: int) -> ErrorFeedback:
         if id(group) not in self._surplus:
-            self._surplus[id(group)] = ErrorFeedback(n, group, find_codec(self.codec_name.removesuffix(FEEDBACK)))
-        return self._surplus[id(group)]
+            self._surplus[id(group)] = ErrorFeedback(n, group, codec, operation)
+        feedback = self._surplus[id(group)]
+        feedback.codec = codec
+        return feedback

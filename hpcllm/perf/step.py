@@ -71,7 +71,7 @@ def _step_s(parts: Parts, number: int, comm: MPI.Intracomm) -> float:
     parts.control.all([comm.Ibarrier()], lambda: "all ranks to begin a timed step")
     start = time.perf_counter()
     forward_backward(parts, number, number * parts.config.data.global_batch)
-    parts.adamw.step()
+    parts.optimizer.update(parts.config.optimizer.learning_rate, 1.0)
     return time.perf_counter() - start
 
 

@@ -20,7 +20,8 @@ from hpcllm.mesh import open_mesh
 from hpcllm.model.initialisation import build
 from hpcllm.model.loss import cross_entropy_sum
 from hpcllm.model.shapes import split_layers
-from hpcllm.optim.buckets import BucketPlan, GradientBuckets, make_buckets
+from hpcllm.optim.buckets import GradientBuckets, make_buckets
+from hpcllm.optim.sections import BucketPlan, Groups, make_sections
 from hpcllm.policy import is_exact
 
 MODEL = ModelConfig(layers=4, hidden=24, heads=3, ffn=40, vocabulary=61, max_sequence=12, tied=True)
@@ -37,6 +38,10 @@ class Listed(Worker):
 
     def submit(self, job) -> None:
         self.jobs.append(job)
+
+
+def names_of(bucket) -> list[str]:
+    return list(bucket.section.flat.names)
 
 
 @pytest.fixture
@@ -63,10 +68,10 @@ def buckets_of(
     """additions: backward passes a step; memory: by default what the node shares."""
     shared = "embedding.weight" if mesh.ends.size > 1 else None
     plan = BucketPlan(bucket_bytes=bucket_bytes, codec=codec, exact=exact, algorithm=algorithm, seed=5)
-    replicas, parameters = group_of(mesh.dp), dict(model.named_parameters())
+    groups, parameters = Groups(group_of(mesh.dp), group_of(mesh.ends)), dict(model.named_parameters())
     counts = dict.fromkeys(parameters, additions)
-    memory = memory or (lambda n: shared_zeros(n, replicas))
-    return make_buckets(parameters, counts, shared, plan, replicas, group_of(mesh.ends), memory)
+    memory = memory or (lambda n: shared_zeros(n, groups.replicas))
+    return make_buckets(make_sections(parameters, counts, shared, plan, groups), parameters, Worker(), memory)
 
 
 def loss_of(model, replica: int, microbatch: int) -> torch.Tensor:
@@ -129,9 +134,8 @@ def test_a_shared_embedding_gets_the_sum_of_both_ends(comm):
             assert torch.all(p.grad == (1 + 10.0**last if shared else 10.0**mesh.pp.rank)), name
         everything = sum(p.grad.double().square().sum().item() for p in stage.parameters())
         embedding = (1 + 10.0**last) ** 2 * MODEL.vocabulary * MODEL.hidden
-        assert buckets.squared_norm(owns_shared=True) == pytest.approx(everything, rel=1e-5)
-        not_owned = embedding if last and mesh.pp.rank in (0, last) else 0
-        assert buckets.squared_norm(owns_shared=False) == pytest.approx(everything - not_owned, rel=1e-4)
+        not_owned = embedding if last and mesh.pp.rank == last else 0
+        assert buckets.squared_norm() == pytest.approx(everything - not_owned, rel=1e-4)
         buckets.worker.close()
 
 
@@ -169,16 +173,17 @@ def test_every_parameter_is_in_one_bucket_of_its_kind_and_its_gradient_is_a_view
     buckets = buckets_of(model, alone, bucket_bytes, codec="int8:256", exact=exact).buckets
     parameters = dict(model.named_parameters())
     backward = list(reversed(parameters))
-    assert sorted(name for bucket in buckets for name in bucket.names) == sorted(parameters)
-    completed = [backward.index(bucket.names[-1]) for bucket in buckets]
+    assert sorted(name for bucket in buckets for name in names_of(bucket)) == sorted(parameters)
+    completed = [backward.index(names_of(bucket)[-1]) for bucket in buckets]
     assert completed == sorted(completed)  # in the order in which the backward pass completes them
     for bucket in buckets:
-        assert len({is_exact(name, exact) for name in bucket.names}) == 1
-        assert bucket.summation.codec_name == ("raw" if is_exact(bucket.names[0], exact) else "int8:256")
-        assert bucket.names == sorted(bucket.names, key=backward.index)
+        names = names_of(bucket)
+        assert len({is_exact(name, exact) for name in names}) == 1
+        assert bucket.section.summation.codec_name == ("raw" if is_exact(names[0], exact) else "int8:256")
+        assert names == sorted(names, key=backward.index)
         bucket.gradients.copy_(torch.arange(bucket.gradients.numel()))
-        assert torch.equal(torch.cat([parameters[name].grad.flatten() for name in bucket.names]), bucket.gradients)
-        full_without_the_last = 4 * sum(parameters[name].numel() for name in bucket.names[:-1])
+        assert torch.equal(torch.cat([parameters[name].grad.flatten() for name in names]), bucket.gradients)
+        full_without_the_last = 4 * sum(parameters[name].numel() for name in names[:-1])
         assert full_without_the_last < bucket_bytes
 
 
@@ -201,7 +206,7 @@ def test_buckets_are_submitted_in_one_order_and_not_too_early_in_whatever_order_
             left[name] -= 1
             buckets.added(parameters[name])
             submitted = [job.args[0] for job in buckets.worker.jobs]
-            assert not any(left[done] for bucket in submitted for done in bucket.names)
+            assert not any(left[done] for bucket in submitted for done in names_of(bucket))
         assert submitted == buckets.buckets
 
 
@@ -216,13 +221,12 @@ def test_a_parameter_without_gradient_is_our_own_mistake(alone):
 
 
 @pytest.mark.parametrize("bucket_bytes", SIZES_BYTES)
-def test_scaling_scales_every_gradient_and_the_norm_with_it(alone, bucket_bytes):
+def test_the_norm_is_that_of_all_gradients(alone, bucket_bytes):
     model = decoder()
     buckets = buckets_of(model, alone, bucket_bytes)
     one_step(model, buckets, 0)
-    buckets.worker.close()
-    before, squares = {name: p.grad.clone() for name, p in model.named_parameters()}, buckets.squared_norm(True)
-    assert squares == pytest.approx(sum(g.double().square().sum().item() for g in before.values()), rel=1e-5)
-    buckets.scale(0.5)
-    assert all(torch.equal(p.grad, 0.5 * before[name]) for name, p in model.named_parameters())
-    assert buckets.squared_norm(True) == pytest.approx(0.25 * squares, rel=1e-6)
+    want = sum(p.grad.double().square().sum().item() for p in model.parameters())
+    assert buckets.squared_norm() == pytest.approx(want, rel=1e-5)
+    assert buckets.is_finite()
+    next(model.parameters()).grad.view(-1)[-1] = float("inf")
+    assert not buckets.is_finite()
