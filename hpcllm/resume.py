@@ -18,14 +18,15 @@ import tomli_w
 
 from hpcllm.assemble import Parts
 from hpcllm.checkpoint.folder import keep_newest, newest_valid
+from hpcllm.checkpoint.pieces import Shards
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.restore import facts, restore, tokenizer_json
 from hpcllm.checkpoint.state import RunState, save
 from hpcllm.claim import Claim
 from hpcllm.config import Config, to_tables
 from hpcllm.errors import ConfigError, HpcllmError
+from hpcllm.interchange.start import read_weights, same_tokens
 from hpcllm.model.shapes import parameter_shapes
-from hpcllm.optim.adamw import moments, set_step
 from hpcllm.together import on_root
 
 # besides the model: other values would silently train on other samples, or from other weights
@@ -38,10 +39,16 @@ def resume(parts: Parts) -> tuple[int, int, Path | None]:
     Collective over the mesh. Raises ConfigError if the checkpoint is of another model, CheckpointError.
     """
     world, folder = parts.mesh.world, parts.run_folder
-    path, passed_over = newest_valid(folder / "checkpoints", world)
+    checkpoint, passed_over = newest_valid(folder / "checkpoints", world)
     if world.rank == 0 and passed_over:
         print("\n".join(passed_over), flush=True)
-    step, position = _load(parts, path) if path else (0, 0)
+    step, position, path = 0, 0, None
+    if parts.config.run.start_from and not checkpoint:
+        _begin(parts)
+    if checkpoint:
+        with checkpoint:
+            step, position = _load(parts, checkpoint)
+        path = checkpoint.path
     on_root(world, lambda: _write_run_file(folder, parts.config))
     return step, position, path
 
@@ -55,30 +62,47 @@ def save_run(parts: Parts, claim: Claim, step: int, position: int) -> Path:
     state = RunState(
         step=step,
         position=position,
+        updates=parts.optimizer.updates,
+        loss_scale=parts.loss_scale.value,
+        good_steps=parts.loss_scale.good_steps,
         config=to_tables(parts.config),
-        parameters=parts.parameters,
-        exp_avg=moments(parts.adamw, parts.parameters, "exp_avg"),
-        exp_avg_sq=moments(parts.adamw, parts.parameters, "exp_avg_sq"),
+        pieces=parts.optimizer.pieces_to_write(),
+        shards=_shards(parts),
         owned=parts.owned,
         tokenizer_json=parts.store.tokenizer_json,
         mesh=parts.mesh.shape,
     )
     folder = parts.run_folder / "checkpoints"
-    report = save(folder, state, parts.mesh.world, parts.mesh.dp.rank, parts.mesh.dp.size)
+    report = save(folder, state, parts.mesh.world)
     on_root(parts.mesh.world, lambda: len(keep_newest(folder, parts.config.checkpoint.keep)))
     return report.path
 
 
-def _load(parts: Parts, path: Path) -> tuple[int, int]:
-    with Checkpoint.open(path, parts.mesh.world) as checkpoint:
-        first, second = (moments(parts.adamw, parts.parameters, key) for key in ("exp_avg", "exp_avg_sq"))
-        known = facts(checkpoint)
-        _check_same_run(parts, known.config, tokenizer_json(checkpoint), path)
-        restore(checkpoint, parameter_shapes(parts.config.model), parts.parameters, first, second)
-    set_step(parts.adamw, known.step)
+def _load(parts: Parts, checkpoint: Checkpoint) -> tuple[int, int]:
+    known = facts(checkpoint)
+    _check_same_run(parts, known.config, tokenizer_json(checkpoint), checkpoint.path)
+    restore(checkpoint, _shards(parts), parts.optimizer.pieces_to_read())
+    parts.optimizer.loaded(known.updates)
+    if known.config["precision"]["compute"] == "fp16":  # others have none to go on with
+        parts.loss_scale.restore(known.loss_scale, known.good_steps)
     if parts.mesh.world.rank == 0:
-        print(f"goes on from {path} at step {known.step}", flush=True)
+        print(f"goes on from {checkpoint.path} at step {known.step}", flush=True)
     return known.step, known.position
+
+
+def _begin(parts: Parts) -> None:
+    """Fill the weights from run.start_from. Collective over the mesh."""
+    path = Path(parts.config.run.start_from)
+    tokenizer = read_weights(path, _shards(parts), parts.optimizer.pieces_to_read(), parts.mesh.world)
+    parts.optimizer.loaded(0)
+    if parts.mesh.world.rank == 0:
+        print(f"begins with the weights of {path}", flush=True)
+        if tokenizer and not same_tokens(tokenizer, parts.store.tokenizer_json):
+            print(f"note: the tokens of {parts.config.data.store!r} are not those of the weights", flush=True)
+
+
+def _shards(parts: Parts) -> Shards:
+    return Shards(parameter_shapes(parts.config.model), parts.mesh.tp.rank, parts.mesh.tp.size)
 
 
 def _check_same_run(parts: Parts, stored: Mapping[str, Any], tokenizer: str, path: Path) -> None:

@@ -48,20 +48,29 @@ def newest_first(folder: Path) -> list[Path]:
     return [path for _, path in sorted(steps, reverse=True)]
 
 
-def newest_valid(folder: Path, comm: MPI.Intracomm | None = None) -> tuple[Path | None, list[str]]:
+def newest_valid(folder: Path, comm: MPI.Intracomm | None = None) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint of which every byte is as it was written, and a line for each newer one passed over.
 
-    Collective over comm; all ranks share the reading and get the same answer. (None, []): the folder has none.
+    It is open, to be closed by the caller, so that what is read from it is what was verified. Collective over comm; all
+    ranks share the reading and get the same answer. (None, []): the folder has none.
     """
     passed_over: list[str] = []
     for path in on_root(comm, lambda: newest_first(folder)):
         try:
-            with Checkpoint.open(path, comm) as checkpoint:
-                checkpoint.verify()
-            return path, passed_over
+            return _open_verified(path, comm), passed_over
         except CheckpointError as error:
             passed_over.append(f"{path.name} is passed over: {error}")
     return None, passed_over
+
+
+def _open_verified(path: Path, comm: MPI.Intracomm | None) -> Checkpoint:
+    checkpoint = Checkpoint.open(path, comm)
+    try:
+        checkpoint.verify()
+    except CheckpointError:
+        checkpoint.close()
+        raise
+    return checkpoint
 
 
 def keep_newest(folder: Path, keep: int) -> list[Path]:

@@ -18,7 +18,7 @@ import numpy as np
 from hpcllm.checkpoint.layout import DatasetSpec
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.slabs import Slab
-from hpcllm.printable import printable
+from hpcllm.printable import printable, size_text
 
 _PIECE_ELEMENTS = 1 << 22
 
@@ -42,7 +42,7 @@ def describe(path: Path) -> dict[str, Any]:
 def tree_lines(path: Path) -> list[str]:
     """The same as `describe`, drawn. Raises CheckpointError."""
     found = describe(path)
-    lines = [f"{Path(path).name}   {_size(found['file_bytes'])}"]
+    lines = [f"{Path(path).name}   {size_text(found['file_bytes'])}"]
     return lines + _branches(_nested(found), "")
 
 
@@ -109,7 +109,7 @@ def _dataset_text(item: dict[str, Any]) -> str:
     is_float = "float" in item["dtype"]
     norm = "" if not is_float else f"   norm {item['norm']:.6g}" if item["norm"] is not None else "   NOT FINITE"
     slabs = "" if item["slabs"] == 1 else f"   {item['slabs']} slabs"
-    return f"{item['dtype']} {shape}   {_size(item['bytes'])}{norm}{slabs}"
+    return f"{item['dtype']} {shape}   {size_text(item['bytes'])}{norm}{slabs}"
 
 
 def _attribute_lines(value: Any) -> list[str]:
@@ -129,11 +129,3 @@ def _branches(tree: dict[str, Any], indent: str) -> list[str]:
             lines.append(f"{indent}{fork}{name:<{width}} {item[0]}")
             lines += [f"{indent}{stem}    {line}".rstrip() for line in item[1:]]
     return lines
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

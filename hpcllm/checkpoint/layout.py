@@ -20,7 +20,9 @@ Attribute = str | int | float | bool
 Checksums = list[tuple[Slab, int]]
 
 # a run's tensors, by kind: <kind>/<parameter>; and its tokenizer
-MODEL, EXP_AVG, EXP_AVG_SQ, TOKENIZER = "model", "optimizer/exp_avg", "optimizer/exp_avg_sq", "tokenizer"
+MODEL, MASTER = "model", "optimizer/master"  # master: fp32, where it is not the model itself
+EXP_AVG, EXP_AVG_SQ = "optimizer/exp_avg", "optimizer/exp_avg_sq"
+TOKENIZER = "tokenizer"
 CHECKSUMS = "checksums"
 COMPLETE = "complete"
 DTYPE_ATTRIBUTE = "dtype"  # on a dataset whose element type HDF5 does not have

@@ -17,24 +17,40 @@ from hpcllm.checkpoint.slabs import Slab, fits, uncovered
 from hpcllm.errors import CheckpointError
 
 
-def fault_of_slabs(datasets: Mapping[str, DatasetSpec], slabs: Mapping[Slab, np.ndarray]) -> CheckpointError | None:
+def fault_of_slabs(datasets: Mapping[str, DatasetSpec], slabs: Iterable[Slab]) -> CheckpointError | None:
     """What is wrong with one rank's request, to be raised by all ranks together; None if nothing is."""
     try:
         for name, spec in datasets.items():
             check_spec(name, spec)
-        for slab, array in slabs.items():
-            _check_slab(slab, array, datasets)
+        for slab in slabs:
+            _check_place(slab, datasets)
     except CheckpointError as error:
         return error
     return None
 
 
-def _check_slab(slab: Slab, array: np.ndarray, datasets: Mapping[str, DatasetSpec]) -> None:
+def fault_of_arrays(datasets: Mapping[str, DatasetSpec], slabs: Mapping[Slab, np.ndarray]) -> CheckpointError | None:
+    """The same, of slabs whose values are there already."""
+    try:
+        if error := fault_of_slabs(datasets, slabs):
+            return error
+        for slab, array in slabs.items():
+            check_slab(slab, array, datasets[slab.dataset])
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def _check_place(slab: Slab, datasets: Mapping[str, DatasetSpec]) -> None:
     if slab.dataset not in datasets:
         raise CheckpointError(f"{slab} comes without the spec of its dataset")
     spec = datasets[slab.dataset]
     if not fits(slab, spec.shape):
         raise CheckpointError(f"{slab} does not lie inside its dataset of shape {spec.shape}")
+
+
+def check_slab(slab: Slab, array: np.ndarray, spec: DatasetSpec) -> None:
+    """Raises CheckpointError for an array that is not the slab's elements as the file has them."""
     stored = STORED_AS[spec.dtype]
     if array.shape != slab.shape or array.dtype != stored or not array.flags.c_contiguous:
         raise CheckpointError(

@@ -2,10 +2,13 @@
 
     rank 0   read and check the directory --+
     all                                     +--> directory --> pread the runs of my slab --> crc32 of the stored slabs
-                                                                                             that lie wholly inside it
+                                                                                             that it touches
 
-A reader that asks for the slabs that were written, or for whole tensors, verifies every byte it gets. A slab of
-another split can hold parts of stored slabs only; `verify` covers those. Works without MPI: comm=None.
+    stored   [  0  ][  1  ][  2  ]      0 is wholly in what was read: its crc32 is taken there
+    read     |  . . . . . .  |          2 is not: the rest of it is read too, unless all ranks have verified it together
+
+No byte is handed out that was not verified. A rank of another layout than the writer's may need parts of many stored
+slabs; `verify` reads each of them once, whatever the number of ranks. Works without MPI: comm=None.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import numpy as np
 
 from hpcllm.checkpoint.directory import Directory, Stored, read_directory
 from hpcllm.checkpoint.layout import STORED_AS, Attribute, as_bytes
-from hpcllm.checkpoint.slabs import Slab, assign_writers, fits, part_of, runs, whole
+from hpcllm.checkpoint.slabs import Slab, fits, overlap, part_of, runs, share, whole
 from hpcllm.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ class Checkpoint:
         self.attributes: Mapping[str, Attribute] = directory.attributes
         self.file_bytes = directory.file_bytes
         self._descriptor = descriptor
+        self._verified: set[str] = set()  # datasets of which every byte was, by this rank or another one
 
     @classmethod
     def open(cls, path: Path, comm: MPI.Intracomm | None = None) -> Checkpoint:
@@ -76,7 +80,7 @@ class Checkpoint:
     def read(self, slab: Slab) -> np.ndarray:
         """The slab's elements, in its shape and the stored type (bfloat16 as uint16). Not collective.
 
-        Raises CheckpointError if the slab is not in the file or a stored slab inside it has changed.
+        Raises CheckpointError if the slab is not in the file or a stored slab that it touches has changed.
         """
         stored = self.datasets.get(slab.dataset)
         if stored is None or not fits(slab, stored.spec.shape):
@@ -87,6 +91,8 @@ class Checkpoint:
         for inner, crc in stored.checksums:
             if (part := part_of(inner, slab)) is not None:
                 self._compare(inner, zlib.crc32(as_bytes(np.ascontiguousarray(values[part]))), crc)
+            elif slab.dataset not in self._verified and overlap(inner, slab):
+                self._verify(inner, crc)
         return values
 
     def read_whole(self, dataset: str) -> np.ndarray:
@@ -95,32 +101,29 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {dataset} is not in the file")
         return self.read(whole(dataset, self.datasets[dataset].spec.shape))
 
-    def verify(self) -> None:
-        """Check every byte of every tensor, the work shared by all ranks. Collective over comm.
+    def verify(self, kind: str = "") -> None:
+        """Check every byte of the tensors of a kind, or of all; the ranks share the work. Collective over comm.
 
-        Raises CheckpointError on all ranks, naming the first damaged dataset of each rank that found one.
+        kind: "model", "optimizer/exp_avg", ...; the same on all ranks. Raises CheckpointError on all ranks, naming the
+        first damaged slab of each rank that found one.
         """
+        names = [name for name in self.datasets if name.startswith(f"{kind}/" if kind else "")]
+        slabs = [checksum for name in names for checksum in self.datasets[name].checksums]
+        rank, ranks = (self.comm.rank, self.comm.size) if self.comm else (0, 1)
         error = None
         try:
-            for name in self._my_datasets():
-                self._verify(name)
+            for at in share([slab.elements for slab, _ in slabs], rank, ranks):
+                self._verify(*slabs[at])
         except CheckpointError as fault:
             error = fault
         raise_together(self.comm, error)
+        self._verified.update(names)
 
-    def _my_datasets(self) -> list[str]:
-        if self.comm is None:
-            return list(self.datasets)
-        share = assign_writers({name: item.spec.bytes for name, item in self.datasets.items()}, self.comm.size)
-        return [name for name in self.datasets if share[name] == self.comm.rank]
-
-    def _verify(self, name: str) -> None:
-        stored = self.datasets[name]
-        for slab, crc in stored.checksums:
-            now = 0
-            for piece in self._pieces(slab, stored):
-                now = zlib.crc32(piece, now)
-            self._compare(slab, now, crc)
+    def _verify(self, slab: Slab, crc: int) -> None:
+        now = 0
+        for piece in self._pieces(slab, self.datasets[slab.dataset]):
+            now = zlib.crc32(piece, now)
+        self._compare(slab, now, crc)
 
     def _pieces(self, slab: Slab, stored: Stored) -> Iterator[bytearray]:
         for offset, length in runs(slab, stored.spec.shape, STORED_AS[stored.spec.dtype].itemsize):

@@ -1,23 +1,32 @@
 """A checkpoint back into a run, or into a model alone. Starts no MPI: `generate` works where only a login node is.
 
-Any (dp, pp) reads what any other wrote: a stage asks for the names that it has. What is in the file: state.py.
+    asked for              taken from the file
+    model, in fp32         /optimizer/master if there is one: more of it is known there; else /model
+    model, in 16 bit       /model if it is of that type, else as above, rounded
+    master                 /optimizer/master, else /model
+    moments                /optimizer/exp_avg, /optimizer/exp_avg_sq
+
+Any layout reads what any other wrote: a rank asks for the ranges that it has, as slabs of global tensors, and reads
+the bytes of those. What is in the file: state.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from hpcllm.checkpoint.layout import EXP_AVG, EXP_AVG_SQ, MODEL, TOKENIZER
+from hpcllm.checkpoint.layout import MASTER, MODEL, TOKENIZER
+from hpcllm.checkpoint.pieces import Shape, Shards
 from hpcllm.checkpoint.reader import Checkpoint, raise_together
+from hpcllm.checkpoint.slabs import Slab
 from hpcllm.errors import CheckpointError
-
-Shape = tuple[int, ...]
-Tensors = Mapping[str, torch.Tensor]
+from hpcllm.optim.pieces import Piece
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,36 +36,59 @@ class RunFacts:
     step: int
     position: int
     seed: int
+    updates: int
+    loss_scale: float
+    good_steps: int
     config: dict[str, Any]  # for config.from_tables
     mesh: dict[str, int]
 
 
-def restore(
-    checkpoint: Checkpoint,
-    shapes: Mapping[str, Shape],
-    parameters: Tensors,
-    exp_avg: Tensors,
-    exp_avg_sq: Tensors,
-) -> RunFacts:
-    """Copy a checkpoint into the tensors of this rank, in place. Collective over checkpoint.comm.
+def restore(checkpoint: Checkpoint, shards: Shards, pieces: Sequence[Piece]) -> RunFacts:
+    """Fill the pieces of this rank in place. Collective over checkpoint.comm.
 
-    shapes: name -> global shape of the whole model (model.shapes.parameter_shapes), so that a rank that holds one
-    stage still notices a tensor too many. A mapping without tensors reads nothing: `generate` gives no moments.
-    Values are converted to the type of the tensor; where that is the stored type, to the bit.
-    Raises CheckpointError on all ranks, listing the first three differences or what is damaged.
+    The file must have the tensors of shards.shapes, the whole model, no more and no others, of each kind that is asked
+    for: so a rank that holds one stage still notices a tensor too many. Values are converted to the type of the piece;
+    where that is the stored type, to the bit. Raises CheckpointError on all ranks, listing the first three differences
+    or what is damaged.
     """
     error = None
     try:
-        asked = {MODEL: parameters, EXP_AVG: exp_avg, EXP_AVG_SQ: exp_avg_sq}
-        for kind, tensors in asked.items():
-            _check_names(checkpoint, kind, shapes if tensors else {}, tensors)
-        for kind, tensors in asked.items():
-            _copy(checkpoint, kind, tensors)
+        keeps_master = any(piece.kind == MASTER for piece in pieces)
+        stored = [dataclasses.replace(piece, kind=_source(checkpoint, piece, keeps_master)) for piece in pieces]
+        for kind in sorted({piece.kind for piece in stored}):
+            check_names(checkpoint, kind, shards.shapes)
+        for piece in stored:
+            for slab, values in shards.slabs(piece):
+                _copy(checkpoint, slab, values)
         known = facts(checkpoint)
     except CheckpointError as fault:
         error = fault
     raise_together(checkpoint.comm, error)
     return known
+
+
+def read_model(
+    checkpoint: Checkpoint, shapes: Mapping[str, Shape], tensors: Mapping[str, tuple[Shape, Tensor]]
+) -> None:
+    """Fill parameters in place, each a box of the global tensor of its name. Collective over checkpoint.comm.
+
+    shapes: name -> global shape, of the whole model. tensors: name -> where the box begins, and its memory. Values are
+    converted to the type of the tensor. Raises CheckpointError on all ranks, as `restore`.
+    """
+    error = None
+    try:
+        check_names(checkpoint, MODEL, shapes)
+    except CheckpointError as fault:
+        error = fault
+    raise_together(checkpoint.comm, error)
+    if checkpoint.comm and checkpoint.comm.size > 1:
+        checkpoint.verify(MODEL)  # once for all ranks; alone, `read` does it on the way
+    try:
+        for name, (start, tensor) in tensors.items():
+            _copy(checkpoint, Slab(f"{MODEL}/{name}", start, tuple(tensor.shape)), tensor)
+    except CheckpointError as fault:
+        error = fault
+    raise_together(checkpoint.comm, error)
 
 
 def facts(checkpoint: Checkpoint) -> RunFacts:
@@ -67,6 +99,9 @@ def facts(checkpoint: Checkpoint) -> RunFacts:
             step=int(attributes["run/step"]),
             position=int(attributes["data/position"]),
             seed=int(attributes["rng/seed"]),
+            updates=int(attributes["run/updates"]),
+            loss_scale=float(attributes["run/loss_scale"]),
+            good_steps=int(attributes["run/good_steps"]),
             config=tomllib.loads(str(attributes["run/config"])),
             mesh={key[9:]: int(value) for key, value in attributes.items() if key.startswith("run/mesh/")},
         )
@@ -84,29 +119,29 @@ def tokenizer_json(checkpoint: Checkpoint) -> str:
         raise CheckpointError(f"{checkpoint.path}: /{TOKENIZER} is not text: {error}") from error
 
 
-def _check_names(checkpoint: Checkpoint, kind: str, shapes: Mapping[str, Shape], tensors: Tensors) -> None:
-    """The file has the model's tensors, no more and no others, and ours are whole ones of those."""
+def _source(checkpoint: Checkpoint, piece: Piece, keeps_master: bool) -> str:
+    """The kind of tensor that a piece is filled from; see the module's text."""
+    if piece.kind not in (MODEL, MASTER) or f"{MASTER}/{piece.name}" not in checkpoint.datasets:
+        return MODEL if piece.kind == MASTER else piece.kind
+    model = checkpoint.datasets.get(f"{MODEL}/{piece.name}")
+    is_exact = model is not None and f"torch.{model.spec.dtype}" == str(piece.values.dtype)
+    return MODEL if piece.kind == MODEL and keeps_master and is_exact else MASTER
+
+
+def check_names(checkpoint: Checkpoint, kind: str, shapes: Mapping[str, Shape]) -> None:
+    """The file has the model's tensors of a kind, no more and no others."""
     wanted = {f"{kind}/{name}": shape for name, shape in shapes.items()}
     stored = {key: item.spec.shape for key, item in checkpoint.datasets.items() if key.startswith(f"{kind}/")}
     faults = [f"{key} is missing" for key in wanted if key not in stored]
-    faults += [f"{key} is not of this model" for key in stored if wanted and key not in wanted]
+    faults += [f"{key} is not of this model" for key in stored if key not in wanted]
     both = {key: shape for key, shape in wanted.items() if key in stored}
     faults += [f"{key} has shape {stored[key]}, not {shape}" for key, shape in both.items() if stored[key] != shape]
-    ours = {f"{kind}/{name}": tuple(tensor.shape) for name, tensor in tensors.items()}
-    faults += [
-        f"{key} has shape {has} here, not {wanted.get(key)}" for key, has in ours.items() if has != wanted.get(key)
-    ]
     if faults:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise CheckpointError(f"{checkpoint.path} does not fit the model: {'; '.join(faults[:3])}{more}")
 
 
-def _copy(checkpoint: Checkpoint, kind: str, tensors: Tensors) -> None:
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            tensor.copy_(_tensor(checkpoint, f"{kind}/{name}"))
-
-
-def _tensor(checkpoint: Checkpoint, key: str) -> torch.Tensor:
-    values = torch.from_numpy(checkpoint.read_whole(key))
-    return values.view(torch.bfloat16) if checkpoint.datasets[key].spec.dtype == "bfloat16" else values
+@torch.no_grad()
+def _copy(checkpoint: Checkpoint, slab: Slab, out: Tensor) -> None:
+    values = torch.from_numpy(checkpoint.read(slab))
+    out.copy_(values.view(torch.bfloat16) if checkpoint.datasets[slab.dataset].spec.dtype == "bfloat16" else values)

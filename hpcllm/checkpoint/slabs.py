@@ -14,10 +14,11 @@ Names carry no rank. A checkpoint written under one split is read under any othe
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 Box = tuple[tuple[int, int], ...]  # (first, one past) on each axis
@@ -72,6 +73,12 @@ def part_of(inner: Slab, outer: Slab) -> tuple[slice, ...] | None:
     return tuple(slice(b, e) for b, e in zip(begins, ends, strict=True))
 
 
+def overlap(one: Slab, other: Slab) -> bool:
+    """Do two slabs of one dataset share an element?"""
+    axes = zip(one.start, one.shape, other.start, other.shape, strict=True)
+    return all(max(s, t) < min(s + n, t + m) for s, n, t, m in axes)
+
+
 def uncovered(global_shape: tuple[int, ...], slabs: Iterable[Slab]) -> str | None:
     """None if the slabs hold every element exactly once; otherwise which element (the first in C order) is held
     how often. Slabs must fit (see `fits`); those without elements hold nothing.
@@ -84,19 +91,44 @@ def uncovered(global_shape: tuple[int, ...], slabs: Iterable[Slab]) -> str | Non
     return None if fault is None else f"element {fault[0]} is held {fault[1]} times"
 
 
-def assign_writers(bytes_by_dataset: Mapping[str, int], replicas: int) -> dict[str, int]:
-    """dataset -> the replica that writes it. All replicas hold the same bytes, so each writes about 1 / replicas.
+def boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Start and shape of the boxes that elements first..end (in C order) of a tensor make up, in that order.
 
-    Largest first to the one with least (Graham 1969, "Bounds on multiprocessing timing anomalies"): no replica gets
-    more than the mean plus the largest dataset. The answer depends on names and sizes alone, not on their order.
+    At most 2 x axes - 1 of them: the rest of a row that was begun, whole rows, a row that is not finished.
+
+        . . . #        elements 3..13 of (4, 4): (0, 3) + (1, 1), (1, 0) + (2, 4), (3, 0) + (1, 1)
+        # # # #
+        # # # #
+        # . . .
     """
-    load = [0] * replicas
-    writer = {}
-    for name, size in sorted(bytes_by_dataset.items(), key=lambda item: (-item[1], item[0])):
-        least = load.index(min(load))
-        load[least] += size
-        writer[name] = least
-    return writer
+    if first >= end:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row_elements = math.prod(shape[1:])
+    (row, begun), (last_row, left) = divmod(first, row_elements), divmod(end, row_elements)
+    if row == last_row:
+        yield from _in_row(row, shape, begun, left)
+        return
+    if begun:
+        yield from _in_row(row, shape, begun, row_elements)
+        row += 1
+    if row < last_row:
+        yield (row, *(0 for _ in shape[1:])), (last_row - row, *shape[1:])
+    yield from _in_row(last_row, shape, 0, left)
+
+
+def share(sizes: Sequence[int], rank: int, ranks: int) -> range:
+    """Which of some pieces of work, laid end to end, a rank takes: those whose middle lies in its equal share.
+
+    No rank gets more than the mean plus the largest piece.
+    """
+    ends = list(itertools.accumulate(sizes))
+    total = ends[-1] if ends else 0
+    middles = [ranks * (2 * end - size) for end, size in zip(ends, sizes, strict=True)]  # scaled to whole numbers
+    first, end = (bisect.bisect_left(middles, 2 * total * at) for at in (rank, rank + 1))
+    return range(first, len(sizes) if rank == ranks - 1 else end)
 
 
 def _strides(shape: tuple[int, ...], item_bytes: int) -> list[int]:
@@ -109,6 +141,13 @@ def _run_axis(slab: Slab, global_shape: tuple[int, ...]) -> int:
     while axis > 0 and slab.shape[axis] == global_shape[axis]:
         axis -= 1
     return axis
+
+
+def _in_row(
+    row: int, shape: tuple[int, ...], first: int, end: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for start, size in boxes(shape[1:], first, end):
+        yield (row, *start), (1, *size)
 
 
 def _first_fault(shape: tuple[int, ...], boxes: list[Box]) -> tuple[tuple[int, ...], int] | None:

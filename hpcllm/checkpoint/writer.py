@@ -18,8 +18,8 @@ import secrets
 import socket
 import time
 import zlib
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,9 +39,9 @@ from hpcllm.checkpoint.layout import (
     as_bytes,
     to_records,
 )
-from hpcllm.checkpoint.plan import fault_of_slabs, merge
+from hpcllm.checkpoint.plan import check_slab, fault_of_arrays, fault_of_slabs, merge
 from hpcllm.checkpoint.slabs import Slab, runs
-from hpcllm.errors import CheckpointError
+from hpcllm.errors import CheckpointError, HpcllmError
 from hpcllm.raw_hdf5 import allocate, sync, write_at
 from hpcllm.together import on_root, raise_together
 
@@ -77,6 +77,23 @@ def write(
     Raises CheckpointError on all ranks, naming rank, path and reason; the temporary file is then gone and what was
     at `path` is untouched.
     """
+    raise_together(comm, fault_of_arrays(datasets, slabs))
+    return write_as_read(path, comm, datasets, slabs, slabs.__getitem__, attributes)
+
+
+def write_as_read(
+    path: Path,
+    comm: MPI.Intracomm,
+    datasets: Mapping[str, DatasetSpec],
+    slabs: Collection[Slab],
+    read: Callable[[Slab], np.ndarray],
+    attributes: Mapping[str, Attribute],
+) -> WriteReport:
+    """`write` for a source that is larger than memory: at most two slabs of this rank exist at a time.
+
+    read: gives the array of a slab, as `write` wants it; called once for each, in their order. What it raises of
+    HpcllmError, all ranks raise.
+    """
     started_s = time.perf_counter()
     raise_together(comm, fault_of_slabs(datasets, slabs))
     asked = comm.gather((dict(datasets), [slab for slab in slabs if slab.elements]), root=0)
@@ -84,7 +101,7 @@ def write(
     temporary = Path(comm.bcast(str(_temporary(path)), root=0))
     try:
         offsets = on_root(comm, lambda: _create(temporary, specs, path))
-        checksums = _write_together(temporary, comm, specs, offsets, slabs)
+        checksums = _write_together(temporary, comm, specs, offsets, slabs, read)
         on_root(comm, lambda: _finish(temporary, path, specs, offsets, checksums, attributes))
     except BaseException:
         if comm.rank == 0:
@@ -140,30 +157,43 @@ def _write_together(
     comm: MPI.Intracomm,
     specs: Mapping[str, DatasetSpec],
     offsets: Mapping[str, int],
-    slabs: Mapping[Slab, np.ndarray],
+    slabs: Collection[Slab],
+    read: Callable[[Slab], np.ndarray],
 ) -> list[Checksums]:
     """Every rank writes its slabs; rank 0 gets the checksums of each. Collective over comm."""
-    checksums, error = [], None
+    checksums: Checksums = []
+    error: HpcllmError | None = None
     try:
-        checksums = _write_slabs(temporary, specs, offsets, slabs)
+        checksums = _write_slabs(temporary, specs, offsets, slabs, read)
     except OSError as fault:
         error = CheckpointError(f"cannot write {temporary}: {_reason(fault)}")
+    except HpcllmError as fault:
+        error = fault
     raise_together(comm, error)
     return comm.gather(checksums, root=0) or []
 
 
 def _write_slabs(
-    path: Path, specs: Mapping[str, DatasetSpec], offsets: Mapping[str, int], slabs: Mapping[Slab, np.ndarray]
+    path: Path,
+    specs: Mapping[str, DatasetSpec],
+    offsets: Mapping[str, int],
+    slabs: Collection[Slab],
+    read: Callable[[Slab], np.ndarray],
 ) -> Checksums:
-    data = {slab: as_bytes(array) for slab, array in slabs.items() if slab.elements}
+    written = [slab for slab in slabs if slab.elements]
+    checksums: list[Future[int]] = []
     descriptor = os.open(path, os.O_WRONLY)
     try:
         with ThreadPoolExecutor(1) as beside:  # checksums cost little while the file system is what we wait for
-            checksums = beside.map(zlib.crc32, data.values())
-            for slab, part in data.items():
-                _write_runs(descriptor, part, slab, specs[slab.dataset], offsets[slab.dataset])
+            for slab in written:
+                array = read(slab)
+                check_slab(slab, array, specs[slab.dataset])
+                checksums.append(beside.submit(zlib.crc32, as_bytes(array)))
+                _write_runs(descriptor, as_bytes(array), slab, specs[slab.dataset], offsets[slab.dataset])
+                if len(checksums) > 1:
+                    checksums[-2].result()  # it holds the array before this one
             os.fsync(descriptor)
-            return list(zip(data, checksums, strict=True))
+            return [(slab, crc.result()) for slab, crc in zip(written, checksums, strict=True)]
     finally:
         os.close(descriptor)
 

@@ -5,9 +5,9 @@
     element's global index --> counter
 
 Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") is a function of a counter, not a sequence,
-so any stage makes its own part of the model, and any rank any slab of a tensor, without the rest. The inverse of the
-normal distribution takes exactly one number an element, which keeps the index and the counter in step; a table-driven
-or pair-wise method would not.
+so any stage makes its own part of the model, and any tp rank its own shard of a tensor, without the rest. The inverse
+of the normal distribution takes exactly one number an element, which keeps the index and the counter in step; a
+table-driven or pair-wise method would not.
 
 Scheme of GPT-2: standard deviation 0.02; the two projections that write to the residual path of each layer divided by
 sqrt(2 layers), so that the sum over the layers starts with the same spread at any depth; norms 1, biases 0.
@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hpcllm.config import ModelConfig
-from hpcllm.model.shapes import StageSpan
+from hpcllm.model.shapes import StageSpan, parameter_shapes
+from hpcllm.model.shards import shard_of
+from hpcllm.model.tensor_parallel import ALONE, TensorParallel
 from hpcllm.model.transformer import Decoder
 
 STANDARD_DEVIATION = 0.02
@@ -33,41 +35,77 @@ CHUNK = 2**20  # elements made at once: 16 MiB of scratch however large the tens
 WORDS_PER_COUNT = 4  # Philox4x64 gives four words for each value of its counter
 
 
-def build(model: ModelConfig, span: StageSpan, seed: int) -> Decoder:
-    """The span's decoder with its initial weights. Same seed: same values on any layout, without communication."""
-    decoder = allocate(model, span)
-    initialise(decoder, model, seed)
+def build(
+    model: ModelConfig, span: StageSpan, seed: int, tp: TensorParallel = ALONE, dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """The span's decoder with its initial weights. Same seed: same values on any layout, without communication.
+
+    Of a parameter that tp splits, a rank makes its shard alone. Values are made in float32, then cast to dtype.
+    """
+    decoder = allocate(model, span, tp, dtype)
+    initialise(decoder, model, seed, tp)
     return decoder
 
 
-def build_chunks(model: ModelConfig, spans: Sequence[StageSpan], seed: int) -> list[Decoder]:
+def build_chunks(
+    model: ModelConfig,
+    spans: Sequence[StageSpan],
+    seed: int,
+    tp: TensorParallel = ALONE,
+    dtype: torch.dtype = torch.float32,
+) -> list[Decoder]:
+    """The decoders of one rank, as allocate_chunks makes them, with their initial weights."""
+    decoders = allocate_chunks(model, spans, tp, dtype)
+    for decoder in decoders:
+        initialise(decoder, model, seed, tp)
+    return decoders
+
+
+def allocate_chunks(
+    model: ModelConfig, spans: Sequence[StageSpan], tp: TensorParallel = ALONE, dtype: torch.dtype = torch.float32
+) -> list[Decoder]:
     """The decoders of one rank, in the order of the model; a tied embedding that is first and last is one parameter."""
-    decoders = [build(model, span, seed) for span in spans]
+    decoders = [allocate(model, span, tp, dtype) for span in spans]
     first, last = decoders[0], decoders[-1]
     if model.tied and first.span.has_embedding and last.span.has_head:
         last.embedding = first.embedding  # it gets the gradients of both ends, and no message has to carry one over
     return decoders
 
 
-def allocate(model: ModelConfig, span: StageSpan) -> Decoder:
+def allocate(
+    model: ModelConfig, span: StageSpan, tp: TensorParallel = ALONE, dtype: torch.dtype = torch.float32
+) -> Decoder:
     """The span's decoder with memory but no values yet: for a checkpoint's reader, which sets every one of them."""
     with torch.device("meta"):  # else PyTorch would fill each weight with numbers that nobody uses
-        decoder = Decoder(model, span)
-    memory = {name: torch.empty_like(weight, device="cpu") for name, weight in decoder.named_parameters()}
+        decoder = Decoder(model, span, tp)
+    memory = {name: torch.empty_like(p, dtype=dtype, device="cpu") for name, p in decoder.named_parameters()}
     decoder.load_state_dict(memory, assign=True)
     return decoder
 
 
 @torch.no_grad()
-def initialise(decoder: Decoder, model: ModelConfig, seed: int) -> None:
+def initialise(decoder: Decoder, model: ModelConfig, seed: int, tp: TensorParallel = ALONE) -> None:
     """Set every parameter of the span in place; see the module's text for the scheme."""
+    fill = initial_values(model, seed, tp)
     for name, weight in decoder.named_parameters():
+        fill(name, weight)
+
+
+def initial_values(model: ModelConfig, seed: int, tp: TensorParallel = ALONE) -> Callable[[str, Tensor], None]:
+    """What sets one parameter, by its name: to be given memory, contiguous and in this rank's shape."""
+    shapes = parameter_shapes(model)
+
+    @torch.no_grad()
+    def fill(name: str, weight: Tensor) -> None:
         if name.endswith(".bias"):
             weight.zero_()
         elif weight.dim() == 1:
             weight.fill_(1.0)
         else:
-            _fill_normal(weight, seed, name, _standard_deviation(name, model))
+            start, _ = shard_of(name, shapes[name], tp.rank, tp.size)
+            _fill_normal(weight, start, shapes[name][1], seed, name, _standard_deviation(name, model))
+
+    return fill
 
 
 def normal_slab(seed: int, name: str, start: int, count: int) -> Tensor:
@@ -86,11 +124,25 @@ def normal_slab(seed: int, name: str, start: int, count: int) -> Tensor:
     return normal.float()
 
 
-def _fill_normal(weight: Tensor, seed: int, name: str, standard_deviation: float) -> None:
-    flat = weight.view(-1)
-    for start in range(0, flat.numel(), CHUNK):
-        chunk = flat[start : start + CHUNK]
-        torch.mul(normal_slab(seed, name, start, chunk.numel()), standard_deviation, out=chunk)
+def _fill_normal(
+    weight: Tensor, start: tuple[int, ...], columns: int, seed: int, name: str, standard_deviation: float
+) -> None:
+    """weight: the box that begins at `start` of a tensor of so many columns; contiguous, of any float type."""
+    flat, done = weight.view(-1), 0
+    for first, count in _runs(start, weight.shape, columns):
+        for piece in range(0, count, CHUNK):
+            values = normal_slab(seed, name, first + piece, min(CHUNK, count - piece))
+            torch.mul(values, standard_deviation, out=flat[done : done + values.numel()])
+            done += values.numel()
+
+
+def _runs(start: tuple[int, ...], shape: Sequence[int], columns: int) -> Iterator[tuple[int, int]]:
+    """Global index and length of each stretch of a box that lies together in the whole tensor too."""
+    first, (rows, width) = start[0] * columns + start[1], shape
+    if width == columns:
+        yield first, rows * width
+    else:
+        yield from ((first + row * columns, width) for row in range(rows))
 
 
 def _standard_deviation(name: str, model: ModelConfig) -> float:

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,14 +36,22 @@ def test_other_names_are_no_checkpoints(tmp_path, name):
     assert newest_first(tmp_path) == []
 
 
+def found_in(folder: Path) -> tuple[Path | None, list[str]]:
+    checkpoint, passed_over = newest_valid(folder)
+    if checkpoint is None:
+        return None, passed_over
+    with checkpoint:
+        return checkpoint.path, passed_over
+
+
 def test_the_newest_is_by_step_and_not_by_time_or_letters(tmp_path, write_alone):
     paths = fill(tmp_path, write_alone, [100_000_000, 99_999_999, 5])
-    assert newest_valid(tmp_path) == (paths[100_000_000], [])
+    assert found_in(tmp_path) == (paths[100_000_000], [])
 
 
 def test_no_folder_and_no_checkpoint_are_no_error(tmp_path):
-    assert newest_valid(tmp_path / "none") == (None, [])
-    assert newest_valid(tmp_path) == (None, [])
+    assert found_in(tmp_path / "none") == (None, [])
+    assert found_in(tmp_path) == (None, [])
     assert keep_newest(tmp_path, 1) == []
 
 
@@ -50,12 +59,12 @@ def test_damaged_ones_are_passed_over_and_named(tmp_path, write_alone):
     paths = fill(tmp_path, write_alone, [1, 2, 3, 4])
     for step in (2, 4):
         spoil(paths[step])
-    found, passed_over = newest_valid(tmp_path)
+    found, passed_over = found_in(tmp_path)
     assert found == paths[3]
     assert [line.split()[0] for line in passed_over] == [paths[4].name]
     for step in (1, 3):
         spoil(paths[step])
-    found, passed_over = newest_valid(tmp_path)
+    found, passed_over = found_in(tmp_path)
     assert found is None
     assert len(passed_over) == 4
 
@@ -72,7 +81,7 @@ def test_a_damaged_newest_does_not_cost_the_last_sound_one(tmp_path, write_alone
     paths = fill(tmp_path, write_alone, [1, 2, 3])
     spoil(paths[3])
     keep_newest(tmp_path, keep)
-    assert newest_valid(tmp_path)[0] == paths[2]
+    assert found_in(tmp_path)[0] == paths[2]
     assert paths[1].exists() == (keep == 2)
 
 

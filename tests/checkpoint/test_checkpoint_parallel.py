@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from pytest_mpi import parallel_assert
 from hpcllm.checkpoint.folder import newest_valid
 from hpcllm.checkpoint.layout import DatasetSpec
 from hpcllm.checkpoint.reader import Checkpoint
-from hpcllm.checkpoint.slabs import Slab, whole
+from hpcllm.checkpoint.slabs import Slab, overlap, whole
 from hpcllm.checkpoint.writer import write
 from hpcllm.errors import CheckpointError
 
@@ -66,12 +66,36 @@ def test_damage_is_found_by_every_rank_at_once(comm, shared_path, split):
             file.seek(two.datasets["w"].offset + 4 * 777)
             file.write(b"\xff")
     comm.Barrier()
-    found, passed_over = newest_valid(shared_path, comm)
-    parallel_assert(found == shared_path / "step_00000001.h5")
+    checkpoint, passed_over = newest_valid(shared_path, comm)
     parallel_assert("00000003" in passed_over[0] and "cut" in passed_over[0])
     parallel_assert("00000002" in passed_over[1] and " w from " in passed_over[1])
-    with Checkpoint.open(found, comm) as checkpoint:
+    with checkpoint:
+        parallel_assert(checkpoint.path == shared_path / "step_00000001.h5")
         parallel_assert(np.array_equal(checkpoint.read(slab), part))
+
+
+@pytest.mark.parallel(SIZES)
+@pytest.mark.parametrize(("wrote", "reads"), [(rows_of, columns_of), (columns_of, rows_of), (rows_of, rows_of)])
+def test_no_byte_is_handed_out_unverified(comm, shared_path, wrote, reads):
+    """Whatever split reads, one wrong byte is found by each rank whose part lies in the stored slab that has it."""
+    shape = (24, 18)
+    tensor = np.arange(24 * 18, dtype="f4").reshape(shape)
+    mine = wrote(comm.rank, comm.size, shape)
+    values = np.ascontiguousarray(tensor[tuple(slice(s, s + n) for s, n in zip(mine.start, mine.shape, strict=True))])
+    path = write(shared_path / "x.h5", comm, {"w": DatasetSpec(shape, "float32")}, {mine: values}, {}).path
+    hurt = (3, 2)  # held by rank 0 of either split
+    if comm.rank == 0:
+        with Checkpoint.open(path) as one, path.open("r+b") as file:
+            file.seek(one.datasets["w"].offset + 4 * (hurt[0] * shape[1] + hurt[1]))
+            file.write(b"\xff\xff\xff\xff")
+    comm.Barrier()
+    wanted = reads(comm.rank, comm.size, shape)
+    with Checkpoint.open(path, comm) as checkpoint:
+        touches = overlap(wanted, wrote(0, comm.size, shape))
+        with pytest.raises(CheckpointError, match="w from") if touches else nullcontext():
+            checkpoint.read(wanted)
+        with pytest.raises(CheckpointError, match="w from"):
+            checkpoint.verify()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcllm.checkpoint.slabs import Slab, assign_writers, fits, part_of, runs, uncovered, whole
+from hpcllm.checkpoint.slabs import Slab, boxes, fits, overlap, part_of, runs, share, uncovered, whole
 
 SHAPES = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 SEEDS = st.integers(0, 2**32 - 1)
@@ -94,13 +94,33 @@ def test_slabs_that_leave_the_dataset_do_not_fit():
 
 
 @quick
-@given(sizes=st.lists(st.integers(0, 10**12), max_size=30), replicas=st.integers(1, 9), seed=SEEDS)
-def test_writers_share_the_bytes(sizes, replicas, seed):
-    bytes_by_dataset = {f"d{i}": size for i, size in enumerate(sizes)}
-    writer = assign_writers(bytes_by_dataset, replicas)
-    shuffled = list(bytes_by_dataset.items())
-    np.random.default_rng(seed).shuffle(shuffled)
-    assert assign_writers(dict(shuffled), replicas) == writer
-    load = [sum(size for name, size in bytes_by_dataset.items() if writer[name] == r) for r in range(replicas)]
-    assert sum(load) == sum(sizes)
-    assert max(load) <= sum(sizes) / replicas + max(sizes, default=0)
+@given(shape=SHAPES, data=st.data())
+def test_a_range_is_a_few_boxes_in_its_order(shape, data):
+    n = math.prod(shape)
+    first = data.draw(st.integers(0, n))
+    end = data.draw(st.integers(0, n))
+    tensor = np.arange(n).reshape(shape)
+    found = list(boxes(shape, first, end))
+    elements = [tensor[tuple(slice(s, s + n) for s, n in zip(*box, strict=True))].ravel() for box in found]
+    np.testing.assert_array_equal(np.concatenate([*elements, np.array([], int)]), np.arange(first, end))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+    assert all(math.prod(size) > 0 for _, size in found)
+
+
+@quick
+@given(shape=SHAPES, seed=SEEDS)
+def test_overlap_is_a_common_element(partition, index_of, shape, seed):
+    rng = np.random.default_rng(seed)
+    for one, other in itertools.product(partition(rng, "w", shape, 3), partition(rng, "w", shape, 3)):
+        held = np.zeros(shape, dtype=int)
+        held[index_of(one)] += 1
+        held[index_of(other)] += 1
+        assert overlap(one, other) == bool((held == 2).any())
+
+
+@quick
+@given(sizes=st.lists(st.integers(0, 10**12), max_size=30), ranks=st.integers(1, 9))
+def test_ranks_share_the_bytes(sizes, ranks):
+    shares = [share(sizes, rank, ranks) for rank in range(ranks)]
+    assert [at for part in shares for at in part] == list(range(len(sizes)))
+    assert all(sum(sizes[at] for at in part) <= sum(sizes) / ranks + max(sizes, default=0) for part in shares)

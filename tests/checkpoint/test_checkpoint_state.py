@@ -1,8 +1,10 @@
-"""A run's state written under one (dp, pp) comes back to the bit under any other."""
+"""A run's state written under one (dp, pp, tp), shard level and type comes back under any other, to the bit."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,72 +12,124 @@ import torch
 from mpi4py import MPI
 from pytest_mpi import parallel_assert
 
+from hpcllm.checkpoint.pieces import Shards
 from hpcllm.checkpoint.reader import Checkpoint
-from hpcllm.checkpoint.restore import RunFacts, facts, restore, tokenizer_json
+from hpcllm.checkpoint.restore import facts, read_model, restore, tokenizer_json
 from hpcllm.checkpoint.state import RunState, save
 from hpcllm.checkpoint.writer import write
+from hpcllm.chunks import chunk_range
 from hpcllm.config import ModelConfig, from_tables, to_tables
 from hpcllm.errors import CheckpointError
 from hpcllm.model.shapes import parameter_shapes, split_layers
+from hpcllm.model.shards import shard_of
+from hpcllm.optim.pieces import Piece
 
-MODEL = ModelConfig(layers=5, hidden=96, heads=3, ffn=160, vocabulary=61, max_sequence=16)
+MODEL = ModelConfig(layers=3, hidden=12, heads=4, ffn=20, vocabulary=31, max_sequence=16, positions="learned")
 SHAPES = parameter_shapes(MODEL)
-CONFIG = from_tables({"run": {"seed": 17}, "model": {"layers": 5}})
+CONFIG = from_tables({"run": {"seed": 17}, "model": {"layers": 3}})
 TOKENIZER = '{"model": "größe"}'
+MOMENTS = ("optimizer/exp_avg", "optimizer/exp_avg_sq")
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+MASTER = "optimizer/master"
 
 
-def values(kind: str, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What every rank knows the tensor to be."""
-    generator = torch.Generator().manual_seed(sum(f"{kind}/{name}".encode()))
+def values(kind: str, name: str, dtype: torch.dtype = FP32) -> torch.Tensor:
+    """What every rank knows the whole tensor to be; /model is the master, rounded to its type."""
+    source = "model" if kind == MASTER else kind
+    generator = torch.Generator().manual_seed(sum(f"{source}/{name}".encode()))
     return torch.randn(SHAPES[name], generator=generator).to(dtype)
 
 
-def stage_shapes(stage: int, stages: int) -> dict[str, tuple[int, ...]]:
-    return parameter_shapes(MODEL, split_layers(MODEL, stages)[stage])
+class Place:
+    """Where a rank stands in a mesh: dp fastest, then tp, then pp."""
+
+    def __init__(self, rank: int, dp: int, tp: int, pp: int) -> None:
+        self.dp, self.tp, self.pp = rank % dp, rank // dp % tp, rank // dp // tp
+        self.dp_size, self.tp_size, self.pp_size = dp, tp, pp
+        self.names = parameter_shapes(MODEL, split_layers(MODEL, pp)[self.pp])
+        self.shards = Shards(SHAPES, self.tp, tp)
+
+    def local(self, whole: torch.Tensor, name: str) -> torch.Tensor:
+        start, shape = shard_of(name, SHAPES[name], self.tp, self.tp_size)
+        return whole[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))].contiguous()
+
+    def pieces(self, kind: str, dtype: torch.dtype, shared: bool) -> Iterator[Piece]:
+        """All of this rank's part of a kind; shared: its dp share of a flat bucket over all parameters."""
+        whole = {name: self.local(values(kind, name, dtype), name).view(-1) for name in self.names}
+        total = sum(t.numel() for t in whole.values())
+        first, end = chunk_range(total, self.dp_size, self.dp) if shared else (0, total)
+        at = 0
+        for name, t in whole.items():
+            begin, stop = max(first - at, 0), min(end - at, t.numel())
+            if begin < stop:
+                yield Piece(kind, name, begin, stop, t[begin:stop])
+            at += t.numel()
+
+    def state(self, dtype: torch.dtype) -> RunState:
+        kinds = [("model", dtype), *((kind, FP32) for kind in MOMENTS), *([(MASTER, FP32)] if dtype != FP32 else [])]
+        return RunState(
+            step=12,
+            position=384,
+            updates=11,
+            loss_scale=2.0**15,
+            good_steps=7,
+            config=to_tables(CONFIG),
+            pieces=[piece for kind, kept in kinds for piece in self.pieces(kind, kept, shared=True)],
+            shards=self.shards,
+            owned=frozenset(n for n in self.names if n != "embedding.weight" or self.pp == 0),
+            tokenizer_json=TOKENIZER,
+            mesh={"dp": self.dp_size, "pp": self.pp_size, "tp": self.tp_size},
+        )
 
 
-def state(stage: int, stages: int, dtype: torch.dtype) -> RunState:
-    names = stage_shapes(stage, stages)
-    return RunState(
-        step=12,
-        position=384,
-        config=to_tables(CONFIG),
-        parameters={name: torch.nn.Parameter(values("model", name, dtype)) for name in names},
-        exp_avg={name: values("exp_avg", name) for name in names},
-        exp_avg_sq={name: values("exp_avg_sq", name).square() for name in names},
-        owned=frozenset(n for n in names if n != "embedding.weight" or stage == 0),
-        tokenizer_json=TOKENIZER,
-        mesh={"dp": 1, "pp": stages, "tp": 1},
-    )
+def meshes(ranks: int) -> list[tuple[int, int, int]]:
+    sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    return [m for m in product(sizes, sizes, sizes) if math.prod(m) == ranks and MODEL.heads % m[1] == 0 and m[2] < 4]
 
 
-def empty(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {name: torch.full(shape, float("nan"), dtype=dtype) for name, shape in shapes.items()}
+def emptied(pieces: Iterator[Piece]) -> list[tuple[Piece, torch.Tensor]]:
+    """Pieces whose memory holds nothing yet, with what should come into it."""
+    return [(Piece(p.kind, p.name, p.start, p.end, torch.full_like(p.values, float("nan"))), p.values) for p in pieces]
+
+
+def reads_the_same(checkpoint: Checkpoint, place: Place, dtype: torch.dtype, shared: bool) -> bool:
+    """Whether `place` gets what it should: the moments, the master, and of that the model, rounded."""
+    kept = [place.pieces("model", dtype, False), *(place.pieces(kind, FP32, shared) for kind in MOMENTS)]
+    if dtype != FP32:
+        kept.append(place.pieces(MASTER, FP32, shared))
+    asked = [pair for pieces in kept for pair in emptied(pieces)]
+    known = restore(checkpoint, place.shards, [piece for piece, _ in asked])
+    same = (known.step, known.position, known.updates, known.seed) == (12, 384, 11, 17)
+    same = same and (known.loss_scale, known.good_steps) == (2.0**15, 7)
+    return same and from_tables(known.config) == CONFIG and all(torch.equal(p.values, want) for p, want in asked)
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_layout_reads_what_any_other_wrote(comm, shared_path, dtype):
-    stage_counts = [n for n in range(1, comm.size + 1) if comm.size % n == 0]
-    for wrote in stage_counts:
-        stage, dp_rank = comm.rank % wrote, comm.rank // wrote
-        report = save(shared_path / str(wrote), state(stage, wrote, dtype), comm, dp_rank, comm.size // wrote)
+@pytest.mark.parametrize(("wrote", "reads"), [(FP32, FP32), (FP32, BF16), (BF16, FP32), (BF16, BF16), (BF16, FP16)])
+def test_any_layout_and_type_reads_what_any_other_wrote(comm, shared_path, wrote, reads):
+    for number, mesh in enumerate(meshes(comm.size)):
+        report = save(shared_path / str(number), Place(comm.rank, *mesh).state(wrote), comm)
         with Checkpoint.open(report.path, comm) as checkpoint:
             parallel_assert(tokenizer_json(checkpoint) == TOKENIZER)
-            for reads in stage_counts:
-                known, same = reads_the_same(checkpoint, stage_shapes(comm.rank % reads, reads), dtype)
-                parallel_assert(same)
-                parallel_assert((known.step, known.position, known.seed, known.mesh["pp"]) == (12, 384, 17, wrote))
-                parallel_assert(from_tables(known.config) == CONFIG)
+            kinds = 3 + (wrote != FP32)
+            parallel_assert(len(checkpoint.datasets) == kinds * len(SHAPES) + 1)
+            for other, shared in product(meshes(comm.size), (False, True)):
+                parallel_assert(reads_the_same(checkpoint, Place(comm.rank, *other), reads, shared))
 
 
-def reads_the_same(checkpoint: Checkpoint, shapes, dtype: torch.dtype) -> tuple[RunFacts, bool]:
-    parameters, exp_avg, exp_avg_sq = (empty(shapes, kind) for kind in (dtype, torch.float32, torch.float32))
-    known = restore(checkpoint, SHAPES, parameters, exp_avg, exp_avg_sq)
-    same = [torch.equal(parameters[n], values("model", n, dtype)) for n in shapes]
-    same += [torch.equal(exp_avg[n], values("exp_avg", n)) for n in shapes]
-    same += [torch.equal(exp_avg_sq[n], values("exp_avg_sq", n).square()) for n in shapes]
-    return known, all(same)
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_a_model_alone_is_read_in_shards(comm, shared_path):
+    report = save(shared_path, Place(comm.rank, comm.size, 1, 1).state(FP32), comm)
+    for _, tp, pp in meshes(comm.size):
+        place = Place(comm.rank, comm.size // tp // pp, tp, pp)
+        tensors = {}
+        for name in place.names:
+            start, shape = shard_of(name, SHAPES[name], place.tp, tp)
+            tensors[name] = start, torch.full(shape, float("nan"), dtype=BF16)
+        with Checkpoint.open(report.path, comm) as checkpoint:
+            read_model(checkpoint, SHAPES, tensors)
+        same = [torch.equal(t, place.local(values("model", name, BF16), name)) for name, (_, t) in tensors.items()]
+        parallel_assert(all(same))
 
 
 def bytes_written_by_this_process() -> int:
@@ -86,48 +140,74 @@ def bytes_written_by_this_process() -> int:
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="only Linux counts what a process wrote")
 @pytest.mark.parallel([1, 2, 3])
 def test_replicas_share_the_writing(comm, shared_path):
-    """No replica brings more than its share and the largest tensor; some room for the tables and for MPI itself."""
+    """No replica brings more than its share; some room for the tables and for MPI itself."""
+    model = ModelConfig(layers=2, hidden=96, heads=3, ffn=1000, vocabulary=3000)
+    shapes = parameter_shapes(model)
+    total = sum(math.prod(shape) for shape in shapes.values())
+    first, end = chunk_range(total, comm.size, comm.rank)
+    pieces, at = [], 0
+    for name, shape in shapes.items():
+        n = math.prod(shape)
+        begin, stop = max(first - at, 0), min(end - at, n)
+        pieces += [Piece("model", name, begin, stop, torch.zeros(stop - begin))] if begin < stop else []
+        at += n
     before = bytes_written_by_this_process()
-    report = save(shared_path, state(0, 1, torch.float32), comm, comm.rank, comm.size)
+    state = RunState(
+        step=1,
+        position=0,
+        updates=1,
+        config=to_tables(CONFIG),
+        pieces=pieces,
+        shards=Shards(shapes),
+        owned=frozenset(shapes),
+        tokenizer_json="",
+        mesh={},
+    )
+    report = save(shared_path, state, comm)
     brought = bytes_written_by_this_process() - before
-    largest = max(4 * math.prod(shape) for shape in SHAPES.values())
-    parallel_assert(report.bytes // comm.size - largest <= brought <= report.bytes // comm.size + largest + (1 << 17))
-    with Checkpoint.open(report.path, comm) as checkpoint:
-        parallel_assert(all(len(item.checksums) == 1 for item in checkpoint.datasets.values()))
-        parallel_assert(len(checkpoint.datasets) == 3 * len(SHAPES) + 1)
+    parallel_assert(report.bytes == 4 * total)
+    parallel_assert(4 * (end - first) <= brought <= 4 * (end - first) + (1 << 17))
+
+
+def model_pieces(shapes: dict[str, tuple[int, ...]]) -> list[Piece]:
+    return [Piece("model", name, 0, math.prod(s), torch.full((math.prod(s),), math.nan)) for name, s in shapes.items()]
 
 
 @pytest.fixture
 def saved(tmp_path):
-    return save(tmp_path, state(0, 1, torch.float32), MPI.COMM_SELF, 0, 1).path
-
-
-def test_generate_needs_no_moments_and_may_ask_for_another_type(saved):
-    parameters = empty(SHAPES, torch.bfloat16)
-    with Checkpoint.open(saved) as checkpoint:
-        restore(checkpoint, SHAPES, parameters, {}, {})
-    assert all(torch.equal(parameters[name], values("model", name, torch.bfloat16)) for name in SHAPES)
+    return save(tmp_path, Place(0, 1, 1, 1).state(FP32), MPI.COMM_SELF).path
 
 
 def test_a_model_that_does_not_fit_is_told_the_first_differences(saved):
-    fewer = {name: shape for name, shape in SHAPES.items() if not name.startswith("blocks.4.")}
-    more = SHAPES | {f"blocks.5.{i}": (3,) for i in range(5)}
+    fewer = {name: shape for name, shape in SHAPES.items() if not name.startswith("blocks.2.")}
+    more = SHAPES | {f"blocks.3.{i}": (3,) for i in range(5)}
     other = SHAPES | {"final_norm.weight": (25,)}
     for shapes, message in [
-        (fewer, r"blocks\.4\.\S+ is not of this model"),
-        (more, r"blocks\.5\.0 is missing; .*blocks\.5\.2 is missing; and 2 more"),
-        (other, r"final_norm\.weight has shape \(96,\), not \(25,\)"),
+        (fewer, r"blocks\.2\.\S+ is not of this model"),
+        (more, r"blocks\.3\.0 is missing; .*blocks\.3\.2 is missing; and 2 more"),
+        (other, r"final_norm\.weight has shape \(12,\), not \(25,\)"),
     ]:
-        parameters = empty(shapes, torch.float32)
-        with Checkpoint.open(saved) as checkpoint, pytest.raises(CheckpointError, match=message):
-            restore(checkpoint, shapes, parameters, {}, {})
-        assert all(tensor.isnan().all() for tensor in parameters.values())
+        asked = model_pieces(shapes)
+        tensors = {p.name: ((0,) * len(shapes[p.name]), p.values.view(shapes[p.name])) for p in asked}
+        with Checkpoint.open(saved) as checkpoint:
+            with pytest.raises(CheckpointError, match=message):
+                restore(checkpoint, Shards(shapes), asked)
+            with pytest.raises(CheckpointError, match=message):
+                read_model(checkpoint, shapes, tensors)
+        assert all(piece.values.isnan().all() for piece in asked)
 
 
-def test_a_tensor_that_is_only_a_part_is_refused(saved):
-    parameters = empty(SHAPES | {"final_norm.weight": (95,)}, torch.float32)
-    with Checkpoint.open(saved) as checkpoint, pytest.raises(CheckpointError, match=r"final_norm\.weight .*95.* here"):
-        restore(checkpoint, SHAPES, parameters, {}, {})
+def test_a_box_that_leaves_its_tensor_is_refused(saved):
+    with Checkpoint.open(saved) as checkpoint, pytest.raises(CheckpointError, match=r"final_norm\.weight has shape"):
+        read_model(checkpoint, SHAPES, {"final_norm.weight": ((1,), torch.empty(12))})
+
+
+def test_half_a_master_is_refused(tmp_path):
+    state = Place(0, 1, 1, 1).state(BF16)
+    lost = [p for p in state.pieces if (p.kind, p.name) != (MASTER, "final_norm.weight")]
+    path = save(tmp_path, RunState(**{**vars(state), "pieces": lost}), MPI.COMM_SELF).path
+    with Checkpoint.open(path) as checkpoint, pytest.raises(CheckpointError, match=r"master/final_norm\S+ is missing"):
+        restore(checkpoint, Shards(SHAPES), model_pieces(SHAPES))
 
 
 def test_a_file_of_no_run_is_named(tmp_path):
@@ -138,7 +218,7 @@ def test_a_file_of_no_run_is_named(tmp_path):
 
 @pytest.mark.parallel([2, 3])
 def test_a_fault_of_one_rank_is_known_to_all(comm, shared_path):
-    path = save(shared_path, state(0, 1, torch.float32), comm, comm.rank, comm.size).path
+    path = save(shared_path, Place(comm.rank, comm.size, 1, 1).state(FP32), comm).path
     shapes = SHAPES | ({"final_norm.weight": (25,)} if comm.rank == 1 else {})
     with Checkpoint.open(path, comm) as checkpoint, pytest.raises(CheckpointError, match=r"rank 1: .*final_norm"):
-        restore(checkpoint, shapes, empty(SHAPES, torch.float32), {}, {})
+        restore(checkpoint, Shards(shapes), model_pieces(SHAPES))
