@@ -11,7 +11,8 @@
         |-- ConfigError        a key or a value of the run file
         |-- MeshError          ranks and layout do not fit together
         |-- ScheduleError      a pipeline schedule that cannot be made, read or run
-        `-- DataError          an input, a token store, a tokenizer
+        |-- DataError          an input, a token store, a tokenizer
+        `-- InterchangeError   weights from elsewhere, or for elsewhere
 
 Every message names the thing, the numbers and what would be valid, because it is read in the log of hundreds of
 ranks, a queue wait later.
@@ -71,3 +72,7 @@ class ScheduleError(UserError):
 
 class DataError(UserError):
     """An input, a token store or a tokenizer cannot be used."""
+
+
+class InterchangeError(UserError):
+    """A folder of weights that is not what it says, or a model that another format cannot say."""

@@ -9,8 +9,10 @@ lengths of a document's tokens must add up to the document: checked for every do
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,7 @@ END_OF_TEXT = "<|end_of_text|>"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|endoftext|>", "</s>")  # ours and Llama 3, GPT-2, RoBERTa
 SMALLEST_VOCABULARY = 257  # every byte and the end of text
 LARGEST_VOCABULARY = 2**24
+_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 PIECE_CHARACTERS = 2**20  # a longer document is encoded in pieces: its tokens' bookkeeping takes 100 bytes a token
 _PROBE = normalise(
     "".join(map(chr, range(1, 0x250)))
@@ -83,9 +86,12 @@ class Encoder:
 
     def __init__(self, tokenizer_json: str) -> None:
         self.tokenizer_json = tokenizer_json
-        self._tokenizer: Tokenizer = library().Tokenizer.from_str(tokenizer_json)
+        self._tokenizer: Tokenizer = _parsed(tokenizer_json)
         self._tokenizer.encode_special_tokens = True
-        self.token_bytes = _token_bytes(self._tokenizer)  # (vocabulary,) uint32, 0 for special and unused ids
+        falls_back = bool(json.loads(tokenizer_json)["model"].get("byte_fallback"))
+        self._spelled = _spelled_out if falls_back else _by_character
+        length = (lambda token: len(_spelled_out(token))) if falls_back else len
+        self.token_bytes = _token_bytes(self._tokenizer, length)  # (vocabulary,) uint32, 0 for special and unused ids
         end_of_text = _end_of_text(self._tokenizer)
         if end_of_text is None:
             raise DataError(f"the tokenizer has no end of text; valid: one of {', '.join(END_OF_TEXT_NAMES)}, special")
@@ -106,7 +112,10 @@ class Encoder:
         return [np.concatenate([*parts, end]) for parts in ids]
 
     def decode(self, ids: NDArray[np.integer]) -> bytes:
-        """The bytes that tokens stand for; special tokens stand for none. Raises KeyError if one is not byte-level."""
+        """The bytes that tokens stand for; special tokens stand for none.
+
+        Raises KeyError if the tokenizer is neither byte-level nor has a byte fallback.
+        """
         return b"".join(map(self._bytes_of, ids.tolist()))
 
     def _bytes_of(self, id_: int) -> bytes:
@@ -115,7 +124,27 @@ class Encoder:
         token = self._tokenizer.id_to_token(id_)
         if token is None:
             raise KeyError(id_)
-        return bytes(_byte_of()[character] for character in token)
+        return self._spelled(token)
+
+
+def _parsed(tokenizer_json: str) -> Tokenizer:
+    try:
+        tokenizer: Tokenizer = library().Tokenizer.from_str(tokenizer_json)
+        return tokenizer
+    except DataError:
+        raise
+    except Exception as error:  # the library raises plain Exception for what it cannot parse
+        raise DataError(f"the tokenizer cannot be read: {error}") from error
+
+
+def _by_character(token: str) -> bytes:
+    return bytes(_byte_of()[character] for character in token)
+
+
+def _spelled_out(token: str) -> bytes:
+    """Of Llama 2's kind of vocabulary: text with '▁' for a space, and '<0x0A>' for a byte that is in no other token."""
+    byte = _FALLBACK.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
 
 
 def _end_of_text(tokenizer: Tokenizer) -> int | None:
@@ -124,11 +153,11 @@ def _end_of_text(tokenizer: Tokenizer) -> int | None:
     return next((special[name] for name in END_OF_TEXT_NAMES if name in special), None)
 
 
-def _token_bytes(tokenizer: Tokenizer) -> NDArray[np.uint32]:
+def _token_bytes(tokenizer: Tokenizer, length: Callable[[str], int]) -> NDArray[np.uint32]:
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     lengths = np.zeros(max(vocabulary.values()) + 1, np.uint32)
     for token, id_ in vocabulary.items():
-        lengths[id_] = len(token)
+        lengths[id_] = length(token)
     for id_, added in tokenizer.get_added_tokens_decoder().items():
         lengths[id_] = len(_added_bytes(added))
     return lengths

@@ -99,3 +99,27 @@ def bpe_alphabet():
     from tokenizers import pre_tokenizers
 
     return pre_tokenizers.ByteLevel.alphabet()
+
+
+def test_tokens_of_llama_2_stand_for_their_bytes():
+    """A vocabulary of text with marks for spaces, and of single bytes for what is in no token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "ab", "\u2581ab"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    merges = [("a", "b"), ("\u2581", "ab")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    encoder = bpe.Encoder(tokenizer.to_str())
+    for text in ("ab ab  b", "a\n\U0001f680 b", "</s>"):
+        (ids,) = encoder.encode([text])
+        assert encoder.decode(ids).decode() == f" {text}" == tokenizer.decode(ids[:-1].tolist(), False)
+        assert int(encoder.token_bytes[ids].sum()) == len(f" {text}".encode())
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"model": {"type": "BPE"}}'])
+def test_what_is_no_tokenizer_is_refused(text):
+    with pytest.raises(DataError, match="tokenizer cannot be read"):
+        bpe.Encoder(text)
