@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,40 +10,48 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from hpcllm.checkpoint.pieces import Shards
+from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.state import RunState, save
-from hpcllm.config import ModelConfig, from_tables, to_tables
+from hpcllm.cli import main
+from hpcllm.config import MeshConfig, ModelConfig, from_tables, to_tables
 from hpcllm.data import tokenizer as bpe
-from hpcllm.errors import CheckpointError, ConfigError, DataError
-from hpcllm.generate import continue_prompt
+from hpcllm.errors import CheckpointError, ConfigError, DataError, MeshError
+from hpcllm.generate import continue_prompt, load_decoder, of_checkpoint
+from hpcllm.generate_command import LAUNCHED, launched_ranks
+from hpcllm.mesh import open_mesh
 from hpcllm.model.initialisation import build
-from hpcllm.model.shapes import split_layers
+from hpcllm.model.shapes import parameter_shapes, split_layers
+from hpcllm.optim.pieces import Piece
+from hpcllm.precision import DTYPES
 
 TOKENIZER = bpe.train(["abc"], 257)  # every byte is a token of its own, so a character takes up to four
 ENCODER = bpe.Encoder(TOKENIZER)
 CYCLE = "é🚀中a"  # no two of its bytes are equal, so each byte has one successor
 
 
-def checkpoint_of(folder: Path, model: ModelConfig, weights=None, tokenizer: str = TOKENIZER) -> Path:
+def checkpoint_of(
+    folder: Path, model: ModelConfig, weights=None, tokenizer: str = TOKENIZER, dtype=torch.float32
+) -> Path:
     """A checkpoint written by this process alone; `weights` changes the decoder's parameters in place."""
-    decoder = build(model, split_layers(model, 1)[0], seed=4)
+    decoder = build(model, split_layers(model, 1)[0], seed=4, dtype=dtype)
     if weights:
         with torch.no_grad():
             weights(dict(decoder.named_parameters()))
     parameters = {name: p.detach() for name, p in decoder.named_parameters()}
-    zeros = {name: torch.zeros_like(p) for name, p in parameters.items()}
     tables = to_tables(from_tables({"data": {"sequence_length": 8}}))
     state = RunState(
         step=1,
         position=0,
+        updates=1,
         config=tables | {"model": {k: getattr(model, k) for k in tables["model"]}},
-        parameters=parameters,
-        exp_avg=zeros,
-        exp_avg_sq=zeros,
+        pieces=[Piece("model", name, 0, p.numel(), p.view(-1)) for name, p in parameters.items()],
+        shards=Shards(parameter_shapes(model)),
         owned=frozenset(parameters),
         tokenizer_json=tokenizer,
         mesh={"dp": 1, "pp": 1, "tp": 1},
     )
-    return save(folder, state, MPI.COMM_SELF, 0, 1).path
+    return save(folder, state, MPI.COMM_SELF).path
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +81,154 @@ def cycling_model(tmp_path_factory) -> Path:
     return checkpoint_of(tmp_path_factory.mktemp("cycle"), model, look_up)
 
 
-def text(path: Path, prompt: str = "a", tokens: int = 20, temperature=1.0, top_k=0, seed=0) -> str:
-    return "".join(continue_prompt(path, prompt, tokens, temperature, top_k, seed))
+def text(path: Path, prompt: str = "a", tokens: int = 20, temperature=1.0, top_k=0, seed=0, **more) -> str:
+    return "".join(continue_prompt(path, prompt, tokens, temperature, top_k, seed, **more))
+
+
+def sharpen(parameters) -> None:
+    """Far apart logits: another context, another answer, and no rounding decides."""
+    for name, p in parameters.items():
+        if p.dim() > 1:
+            p *= 8 if name == "embedding.weight" else 20
+
+
+@pytest.fixture
+def shared_model(comm, shared_path) -> Path:
+    """Of four layers that two tp ranks share, and three stages; 61 tokens of the vocabulary stand for no text."""
+    model = ModelConfig(
+        layers=4, hidden=24, heads=4, kv_heads=2, ffn=16, vocabulary=ENCODER.vocabulary + 61, max_sequence=12,
+        positions="rotary", norm="rmsnorm", activation="swiglu", biases="qkv",
+    )  # fmt: skip
+    path = shared_path / "a model.h5"
+    if comm.rank == 0:
+        checkpoint_of(shared_path, model, sharpen).rename(path)
+    comm.Barrier()
+    return path
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_every_layout_says_what_one_process_says(comm, shared_model):
+    alone = text(shared_model, tokens=24, temperature=0.0)
+    drawn = text(shared_model, tokens=24, temperature=1.5, top_k=5, seed=7)
+    assert alone != drawn
+    for tp in (1, 2):
+        if comm.size % tp:
+            continue
+        with open_mesh(comm, MeshConfig(dp=1, pp=comm.size // tp, tp=tp)) as mesh:
+            for order in range(2):  # a mesh serves one text after another
+                assert text(shared_model, tokens=24, temperature=0.0, mesh=mesh) == alone, (tp, order)
+            assert text(shared_model, tokens=24, temperature=1.5, top_k=5, seed=7, mesh=mesh) == drawn, tp
+
+
+@pytest.mark.parallel([2, 3])
+def test_a_rank_reads_its_part_of_the_weights_alone(comm, shared_model):
+    for tp in (1, comm.size):
+        with (
+            Checkpoint.open(shared_model, comm) as checkpoint,
+            open_mesh(comm, MeshConfig(dp=1, pp=comm.size // tp, tp=tp)) as mesh,
+        ):
+            if tp == 3:
+                with pytest.raises(MeshError, match=r"mesh\.tp = 3 does not divide model\.heads = 4; valid tp .* 1, 2"):
+                    of_checkpoint(checkpoint, torch.float32, mesh)
+                continue
+            decoder = of_checkpoint(checkpoint, torch.float32, mesh)
+            held = comm.allreduce(sum(p.numel() for p in decoder.parameters() if p.dim() > 1))
+            whole = sum(p.numel() for p in load_decoder(checkpoint).parameters() if p.dim() > 1)
+            ends = decoder.model.vocabulary * decoder.model.hidden  # of tied ends each stage has a copy
+            assert held == whole + (ends if tp == 1 else 0)
+
+
+@pytest.mark.parallel([2])
+def test_more_stages_than_layers_are_refused(comm, shared_path):
+    path = shared_path / "short.h5"
+    if comm.rank == 0:
+        model = ModelConfig(layers=1, hidden=8, heads=2, ffn=8, vocabulary=300, max_sequence=16)
+        checkpoint_of(shared_path, model).rename(path)
+    comm.Barrier()
+    with open_mesh(comm, MeshConfig(dp=1, pp=2)) as mesh, pytest.raises(MeshError, match=r"model\.layers = 1"):
+        text(path, mesh=mesh)
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_the_command_speaks_on_rank_0_and_refuses_other_numbers_of_ranks(comm, shared_model, capfd):
+    def said(*flags: str) -> tuple[int, str, str]:
+        code = main(["generate", str(shared_model), "--prompt", "a", "--tokens", "9", "--temperature", "0", *flags])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    want = text(shared_model, tokens=9, temperature=0.0)
+    code, out, err = said("--pp", str(comm.size))
+    assert (code, out, err) == (0, f"a{want}\n" if comm.rank == 0 else "", "")
+    code, out, _ = said("--pp", str(comm.size), "--json")
+    if comm.rank == 0:
+        report = json.loads(out)
+        assert (report["prompt"], report["text"]) == ("a", want)
+        assert report["tokens"] <= 9
+    code, out, err = said("--tp", "2", "--pp", "2")
+    assert (code, out) == (2, "")
+    if comm.rank == 0:
+        assert f"is 4, but the job has {comm.size} rank" in err
+        assert "mpirun -n 4" in err
+    assert said("--tp", "0")[0] == 2
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2])
+def test_speed_is_told_where_there_is_one(cycling_model, capsys, tokens):
+    assert main(["generate", str(cycling_model), "--prompt", "a", "--tokens", str(tokens), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["tokens"] == tokens
+    assert (report["first_token_s"] is None) == (tokens == 0)
+    assert (report["tokens_per_s"] is None) == (tokens < 2)
+
+
+def test_what_launchers_say_is_heard_without_mpi(monkeypatch):
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    assert launched_ranks() == 1
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "no number")
+    assert launched_ranks() == 1
+    monkeypatch.setenv("PMI_SIZE", "6")
+    assert launched_ranks() == 6
+
+
+def greedy_text_of_transformers(folder: Path, prompt: str, tokens: int) -> str:
+    """Of a random model that it leaves in the folder."""
+    import transformers
+
+    torch.manual_seed(3)
+    shape = transformers.LlamaConfig(
+        vocab_size=ENCODER.vocabulary, hidden_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=32, max_position_embeddings=64, initializer_range=0.5,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(shape).eval()
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(TOKENIZER, encoding="utf-8")
+    ids = torch.from_numpy(ENCODER.encode([prompt])[0][:-1].astype("i8")).unsqueeze(0)
+    made = model.generate(ids, do_sample=False, max_new_tokens=tokens, eos_token_id=ENCODER.end_of_text)
+    return ENCODER.decode(made[0, ids.shape[1] :].numpy()).decode(errors="replace")
+
+
+@pytest.mark.parallel([2])
+def test_a_folder_of_weights_says_what_transformers_says(comm, shared_path):
+    want = comm.bcast(greedy_text_of_transformers(shared_path, "abc", 40) if comm.rank == 0 else None)
+    assert text(shared_path, "abc", 40, temperature=0.0) == want
+    for axis in ("tp", "pp"):
+        with open_mesh(comm, MeshConfig(dp=1, **{axis: comm.size})) as mesh:
+            assert text(shared_path, "abc", 40, temperature=0.0, mesh=mesh) == want
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_weights_of_any_type_are_computed_with_in_the_type_that_is_asked_for(tmp_path, stored, precision):
+    model = ModelConfig(layers=2, hidden=16, heads=2, ffn=16, vocabulary=ENCODER.vocabulary, max_sequence=16)
+    path = checkpoint_of(tmp_path, model, dtype=stored)
+    with Checkpoint.open(path) as checkpoint:
+        decoder = of_checkpoint(checkpoint, DTYPES[precision], None)
+    assert {p.dtype for p in decoder.parameters()} == {DTYPES[precision]}
+    exact = build(model, split_layers(model, 1)[0], seed=4, dtype=stored)
+    for name, p in exact.named_parameters():
+        assert torch.equal(dict(decoder.named_parameters())[name], p.to(DTYPES[precision])), name
+    assert text(path, tokens=20, precision=precision)
 
 
 def test_characters_of_many_tokens_come_out_whole(cycling_model):

@@ -1,82 +1,116 @@
 """Text from a decoder, one token after the other.
 
-    prompt + what was made so far --> last max_sequence tokens --> decoder --> logits of the next token --+
-       ^                                                                                                  |
-       +----------------------- token <-- draw from softmax(top k logits / temperature) <-----------------+
+    prompt --> decoder --> logits of the next token --> draw from softmax(top k logits / temperature) --+--> token
+                 |  ^                                                                                  |
+               cache of keys and values          the new token alone <----------------------------------+
 
-Each token costs a whole forward pass of the window; nothing of the pass before is kept.
+Each token costs one token's work: what was read before lies in the cache. When that holds max_sequence tokens, the
+last half of them, the newest included, is read afresh: the text goes on from there, and a token's cost stays the same.
+
+    max_sequence 8    read   a b c d e f g h | f g h i | j | k | l | m | k l m n | o | ...     i, n: the cache was full
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hpcllm.errors import ConfigError, DataError
+from hpcllm.model.cache import KeyValueCache
 from hpcllm.model.transformer import Decoder
 
+# (tokens to read now, whether to forget all that was read before) -> the token that follows
+NextToken = Callable[[list[int], bool], int]
 
-def generate(
-    decoder: Decoder,
-    prompt_tokens: list[int],
-    new_tokens: int,
-    temperature: float,
-    top_k: int,
-    generator: torch.Generator,
-    stop: int | None,
-    vocabulary: int | None = None,
-) -> Iterator[int]:
-    """Yield up to new_tokens tokens that continue the prompt; ends before `stop` would be yielded.
 
-    decoder: a whole model, with both ends. temperature 0 takes the likeliest token; top_k 0 draws from all ids that
-    stand for text: the first `vocabulary` (default: the model's). Same generator state: same tokens. Raises DataError
-    for an empty prompt or a token outside the vocabulary, ConfigError for a setting out of range, both before the
-    first token.
+@dataclass(frozen=True)
+class Drawing:
+    """How a token is drawn from logits.
+
+    temperature 0 takes the likeliest; top_k 0 draws from all ids that stand for text, the first `vocabulary`.
     """
-    vocabulary = min(vocabulary or decoder.model.vocabulary, decoder.model.vocabulary)
-    if not prompt_tokens:
+
+    temperature: float
+    top_k: int
+    vocabulary: int
+    generator: torch.Generator
+
+    def token(self, logits: Tensor) -> int:
+        """One of (at least vocabulary,) logits of any type. Same logits and generator state, same token."""
+        logits = logits[: self.vocabulary]
+        if self.temperature == 0:
+            return int(logits.argmax())
+        # float64, and relative to the largest: no temperature above 0 is so small that it gives inf - inf or 0 / 0
+        best = torch.topk(logits.double(), min(self.top_k or logits.numel(), logits.numel()))
+        weights = torch.softmax((best.values - best.values[0]) / self.temperature, dim=-1)
+        return int(best.indices[torch.multinomial(weights, 1, generator=self.generator)])
+
+
+class Reader:
+    """A decoder, or one stage of it, and the keys and values of what it has read."""
+
+    def __init__(self, decoder: Decoder, most_tokens: int) -> None:
+        """most_tokens: that will ever be read at once; more than max_sequence never are."""
+        self.decoder = decoder
+        model, weight = decoder.model, next(decoder.parameters())
+        heads = model.key_value_heads // decoder.tp.size
+        shape = (1, min(most_tokens, model.max_sequence), heads, model.head_dim)
+        self._cache = KeyValueCache(map(int, decoder.blocks), shape, weight.dtype)
+
+    def read(self, x: Tensor, afresh: bool) -> Tensor:
+        """(T, hidden) of T new tokens, or, with the head, logits of what follows them: (this rank's vocabulary,).
+
+        x: (T,) int64 with the embedding, else the (T, hidden) of the stage before. Collective over the decoder's tp.
+        """
+        if afresh:
+            self._cache.length = 0
+        with torch.inference_mode():
+            hidden = self.decoder.hidden_states(x.unsqueeze(0), cache=self._cache)
+            if not self.decoder.span.has_head:
+                return hidden[0]
+            return self.decoder.logits(hidden[:, -1:])[0, 0]
+
+
+def alone(decoder: Decoder, drawing: Drawing, most_tokens: int) -> NextToken:
+    """Of a whole model in one process; most_tokens as for Reader."""
+    reader = Reader(decoder, most_tokens)
+    return lambda tokens, afresh: drawing.token(reader.read(torch.tensor(tokens), afresh))
+
+
+def check_prompt(tokens: list[int], vocabulary: int) -> None:
+    """Raises DataError for an empty prompt or a token outside the vocabulary."""
+    if not tokens:
         raise DataError("the prompt has no tokens; give at least one, for example the end-of-text token")
-    if outside := [token for token in prompt_tokens if not 0 <= token < vocabulary]:
+    if outside := [token for token in tokens if not 0 <= token < vocabulary]:
         raise DataError(f"prompt token {outside[0]} is outside the vocabulary; valid: 0 to {vocabulary - 1}")
+
+
+def check_settings(new_tokens: int, temperature: float, top_k: int) -> None:
+    """Raises ConfigError for one that is out of range."""
     if not 0 <= temperature < float("inf"):
         raise ConfigError(f"temperature = {temperature} is out of range; valid: 0 (the likeliest token) or more")
     if top_k < 0 or new_tokens < 0:
         raise ConfigError(f"top_k = {top_k}, new_tokens = {new_tokens}: neither can be negative; top_k 0 means all")
-    return _continue(decoder, list(prompt_tokens), new_tokens, temperature, top_k, generator, stop, vocabulary)
 
 
-def next_logits(decoder: Decoder, tokens: list[int]) -> Tensor:
-    """(vocabulary,) float32: of the token that follows `tokens`, of which the last max_sequence count."""
-    window = torch.tensor([tokens[-decoder.model.max_sequence :]])
-    with torch.inference_mode():
-        return decoder.logits(decoder.hidden_states(window)[:, -1:])[0, 0]
-
-
-def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """One token from (vocabulary,) logits; temperature and top_k as for `generate`."""
-    if temperature == 0:
-        return int(logits.argmax())
-    # float64, and relative to the largest: no temperature above 0 is so small that it gives inf - inf or 0 / 0
-    best = torch.topk(logits.double(), min(top_k or logits.numel(), logits.numel()))
-    weights = torch.softmax((best.values - best.values[0]) / temperature, dim=-1)
-    return int(best.indices[torch.multinomial(weights, 1, generator=generator)])
-
-
-def _continue(
-    decoder: Decoder,
-    tokens: list[int],
-    new_tokens: int,
-    temperature: float,
-    top_k: int,
-    generator: torch.Generator,
-    stop: int | None,
-    vocabulary: int,
+def generate(
+    next_token: NextToken, prompt_tokens: list[int], new_tokens: int, max_sequence: int, stop: int | None
 ) -> Iterator[int]:
+    """Yield up to new_tokens tokens that continue the prompt; ends before `stop` would be yielded.
+
+    Of a longer prompt the last max_sequence tokens count.
+    """
+    tokens, unread, held = list(prompt_tokens), prompt_tokens[-max_sequence:], 0
     for _ in range(new_tokens):
-        token = draw(next_logits(decoder, tokens)[:vocabulary], temperature, top_k, generator)
+        token = next_token(unread, held == 0)
         if token == stop:
             return
-        tokens.append(token)
         yield token
+        tokens.append(token)
+        held += len(unread)
+        unread = [token]
+        if held == max_sequence:
+            held, unread = 0, tokens[-max(max_sequence // 2, 1) :]
