@@ -41,8 +41,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_prepare(commands.add_parser("prepare", help="turn text into a token store"))
     _add_train(commands.add_parser("train", help="train a model, or go on where the run stopped"))
+    _add_memory(commands.add_parser("memory", help="what each rank of a run will hold, before the job is queued"))
     _add_generate(commands.add_parser("generate", help="continue a prompt with a trained model"))
     _add_inspect(commands.add_parser("inspect", help="show what is in a checkpoint"))
+    _add_convert(commands.add_parser("convert", help="a checkpoint from or for Hugging Face's transformers"))
     _add_schedule(
         commands.add_parser("schedule", help="prove, time and draw a pipeline schedule before the job is queued")
     )
@@ -96,8 +98,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     return run_job(job)
 
 
-def _add_train(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Train as a run file says. On a run folder with a checkpoint it goes on from the newest one."
+def _add_run_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN.toml", help="the run file")
     parser.add_argument(
         "--set",
@@ -107,6 +108,11 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         help="override a key of the run file, as in --set mesh.dp=4; may be repeated",
     )
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Train as a run file says. On a run folder with a checkpoint it goes on from the newest one."
+    _add_run_file(parser)
     parser.add_argument("--restart", action="store_true", help="begin at step 0; the old run folder is renamed")
     parser.add_argument("--json", action="store_true", help="print the closing table as JSON")
     parser.set_defaults(command=train)
@@ -135,27 +141,47 @@ def train(arguments: argparse.Namespace) -> int:
         return code
 
 
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Predict the memory of each rank of a run: parameters, gradients, optimizer, activations, buffers. Nothing is "
+        "run, so it answers at once on a login node."
+    )
+    _add_run_file(parser)
+    parser.add_argument("--ranks", type=int, metavar="N", help="of the job (default: dp x pp x tp of the run file)")
+    parser.add_argument("--json", action="store_true", help="print as JSON, sizes in bytes")
+    parser.set_defaults(command=memory)
+
+
+def memory(arguments: argparse.Namespace) -> int:
+    from hpcllm.plan.command import run
+
+    return run(arguments)
+
+
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Continue a prompt with a trained model, in one process; the text appears as it is made."
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    parser.description = (
+        "Continue a prompt with a trained model; the text appears as it is made. In one process, or under mpirun or "
+        "srun on as many ranks as --tp times --pp says, which share the model."
+    )
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a Hugging Face folder")
     parser.add_argument("--prompt", required=True, help="the text to continue")
     parser.add_argument("--tokens", type=int, default=200, help="at most so many new tokens (default: 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
     parser.add_argument("--top-k", type=int, default=50, help="draw from the likeliest only; 0: from all (default: 50)")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share each layer (default: 1)")
+    parser.add_argument("--pp", type=int, default=1, metavar="N", help="stages of layers (default: 1)")
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="what to compute in (default: fp32)"
+    )
+    parser.add_argument("--json", action="store_true", help="print text and speed as JSON, at the end")
     parser.set_defaults(command=generate)
 
 
 def generate(arguments: argparse.Namespace) -> int:
-    from hpcllm.generate import continue_prompt
+    from hpcllm.generate_command import run
 
-    keys = ("prompt", "tokens", "temperature", "top_k", "seed")
-    pieces = continue_prompt(arguments.checkpoint, **{key: getattr(arguments, key) for key in keys})
-    print(arguments.prompt, end="", flush=True)
-    for piece in pieces:
-        print(piece, end="", flush=True)
-    print()
-    return 0
+    return run(arguments)
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -175,6 +201,43 @@ def inspect(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(tree_lines(arguments.checkpoint)))
     return 0
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Convert a Hugging Face folder (safetensors; GPT-2, GPT-NeoX, Llama, Mistral, Qwen2) into a checkpoint, or a "
+        "checkpoint into such a folder. Ranks share the work under mpirun or srun; the model need not fit in memory."
+    )
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="a folder with config.json, or a checkpoint")
+    parser.add_argument("target", type=Path, metavar="TARGET", help="the file.h5 or the folder to write; must be new")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="", help="round to it (default: keep)")
+    parser.add_argument(
+        "--architecture",
+        default="",
+        metavar="NAME",
+        help="write a folder as gpt2, gpt_neox, llama, mistral or qwen2 (default: what it came as, else the first "
+        "that can say the model)",
+    )
+    parser.add_argument(
+        "--shard-gb", type=float, default=5.0, metavar="GB", help="at most so much in a file of a folder (default: 5)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(command=convert)
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    from hpcllm.job import run_job
+
+    def job(world) -> int:  # type: ignore[no-untyped-def]
+        from hpcllm.interchange.convert import convert as convert_weights
+
+        keys = ("source", "target", "dtype", "architecture", "shard_gb")
+        report = convert_weights(comm=world, **{key: getattr(arguments, key) for key in keys})
+        if world.rank == 0:
+            print(json.dumps(report.as_dict()) if arguments.json else "\n".join(report.lines()))
+        return 0
+
+    return run_job(job)
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:

@@ -11,3 +11,12 @@ def printable(text: str) -> str:
 def printable_path(path: str) -> str:
     """The same of a path, whose bytes need not be UTF-8: '\\xff' for such a byte."""
     return "".join(f"\\x{ord(c) - 0xDC00:02x}" if "\udc80" <= c <= "\udcff" else printable(c) for c in path)
+
+
+def size_text(count: float) -> str:
+    """'14.2 MB': bytes in three digits and a unit of a thousand."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -1,0 +1,132 @@
+"""Memory that tensors take, as it is: counted while they come and go, or asked of those that stay.
+
+    operation ----> results ----> storage not seen before: + its bytes ----> highest sum so far
+                                  the storage dies:        - its bytes
+
+A storage counts once however many tensors view it, and for as long as anything holds it, a graph's saved tensors
+included. What was there before, or comes in from elsewhere (numpy), counts nothing; but storages that are resized
+meanwhile count as large as they are. Not seen: what one operation of PyTorch takes and gives back before it returns,
+and what other threads do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hpcllm.assemble import Parts
+from hpcllm.metrics import Log
+from hpcllm.optim.pieces import MODEL
+from hpcllm.plan.memory import predict
+from hpcllm.printable import size_text
+
+STAYS = ("parameters", "gradients", "optimizer")
+STEP = "step"  # activations and buffers at their peak
+
+
+class LiveBytes(TorchDispatchMode):
+    """`with LiveBytes() as live:` counts what this thread allocates; bits do not change, operations take longer.
+
+    elastic: tensors that were there before, whose storages are resized meanwhile.
+    """
+
+    def __init__(self, elastic: Sequence[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0  # bytes
+        self._elastic = list({t.untyped_storage()._cdata: t.untyped_storage() for t in elastic}.values())
+        self._now = 0
+        self._known: dict[int, weakref.ReferenceType[Any]] = {}  # by the storage's address
+        self._freed: list[int] = []  # perhaps by another thread, so the sum is left to ours
+
+    @property
+    def now(self) -> int:
+        while self._freed:
+            self._now -= self._freed.pop()
+        return self._now
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in tree_leaves((args, kwargs)):
+            self._meet(tensor, counts=False)
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            self._meet(tensor, counts=True)
+        self.peak = max(self.peak, self.now + sum(storage.nbytes() for storage in self._elastic))
+        return result
+
+    def _meet(self, tensor: Any, counts: bool) -> None:
+        if not isinstance(tensor, Tensor):
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes() if counts else 0
+        if key in self._known:
+            return
+
+        def gone(_: Any) -> None:
+            del self._known[key]
+            self._freed.append(size)
+
+        self._known[key] = weakref.ref(storage, gone)
+        self._now += size
+
+
+@contextmanager
+def counting(parts: Parts, wanted: bool) -> Iterator[LiveBytes | None]:
+    """A LiveBytes that counts a rank's step, or nothing."""
+    if wanted:
+        with LiveBytes(list(parts.parameters.values()) if parts.config.optimizer.shard == "all" else ()) as live:
+            yield live
+    else:
+        yield None
+
+
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind some tensors, each once."""
+    storages = {storage._cdata: storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}
+    return sum(storages.values())
+
+
+def measured(parts: Parts, step_bytes: int) -> dict[str, int]:
+    """Bytes of this rank between two steps, by kind; step_bytes: the peak of a LiveBytes over a step."""
+    pieces = parts.optimizer.pieces_to_read()
+    weights = [*parts.parameters.values(), *(piece.values for piece in pieces if piece.kind == MODEL)]
+    return {
+        "parameters": held_bytes(weights),
+        "gradients": held_bytes(parts.gradients.shares),
+        "optimizer": held_bytes(piece.values for piece in pieces if piece.kind != MODEL),
+        STEP: step_bytes,
+    }
+
+
+def predicted(parts: Parts) -> dict[str, int]:
+    """The same, as `python -m hpcllm memory` has it."""
+    memory = predict(parts.config, parts.schedule, parts.mesh.pp.rank, parts.mesh.tp.rank)
+    return {kind: getattr(memory, kind) for kind in STAYS} | {STEP: memory.activations + memory.buffers}
+
+
+def log_memory(parts: Parts, log: Log | None, step: int, step_bytes: int) -> None:
+    """Say what was measured beside what was predicted, each kind's largest of all ranks. Collective over the mesh."""
+    found, told = measured(parts, step_bytes), predicted(parts)
+    values = np.array([*found.values(), *told.values()])
+    parts.control.allreduce(parts.mesh.world, values, lambda: "all ranks to say how much memory they take", MPI.MAX)
+    if log:
+        found, told = (dict(zip(found, half.tolist(), strict=True)) for half in np.split(values, 2))
+        record = {f"{kind}_memory_bytes": size for kind, size in found.items()}
+        record |= {f"{kind}_memory_predicted_bytes": size for kind, size in told.items()}
+        names = {STEP: "activations and buffers"}
+        text = ", ".join(f"{names.get(k, k)} {size_text(found[k])} ({size_text(told[k])})" for k in found)
+        log.memory({"step": step, **record}, f"memory of tensors, the most of any rank (predicted): {text}")

@@ -1,0 +1,178 @@
+"""The command `memory`: what each rank of a run will hold. Pure: it starts no MPI, and answers on a login node.
+
+RUN.toml --set ... --ranks N --> layout --> predict, once for each kind of rank --> a row for ranks that are alike
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcllm import config as run_file
+from hpcllm.axes import coordinates
+from hpcllm.config import Config
+from hpcllm.errors import ConfigError, DataError, ScheduleError
+from hpcllm.layout import check_layout, check_vocabulary, schedule_of
+from hpcllm.model.shapes import parameter_count
+from hpcllm.pipeline.checker import check
+from hpcllm.pipeline.schedules import Schedule
+from hpcllm.plan.memory import RankMemory, predict
+from hpcllm.printable import size_text
+from hpcllm.ranks import name_ranks
+
+MOST_RANKS = 1 << 22
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+LOWERED_BY = {
+    "parameters": "mesh.pp or mesh.tp; with mesh.pp = 1 optimizer.shard = 'all'",
+    "gradients": "optimizer.shard = 'states+gradients', mesh.pp or mesh.tp",
+    "optimizer": "optimizer.shard = 'states', mesh.pp or mesh.tp",
+    "activations": "more pipeline.microbatches, pipeline.recompute, mesh.sequence_parallel with mesh.tp, and "
+    "pipeline.loss_tokens where the vocabulary is large",
+    "buffers": "a smaller communication.bucket_mib",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Ranks that hold the same."""
+
+    stage: int
+    ranks: list[int]
+    memory: RankMemory
+
+    @property
+    def name(self) -> str:
+        return f"stage {self.stage} ({name_ranks(self.ranks, 3)})"
+
+    def share(self, part: str) -> float:
+        size: int = getattr(self.memory, part)
+        return size / self.memory.total
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table. Raises UserError."""
+    config = run_file.load(arguments.run, arguments.overrides)
+    if config.run.start_from:
+        from hpcllm.interchange.start import take_model  # torch: only where weights are to be looked at
+
+        config = take_model(config)
+    ranks = arguments.ranks
+    if ranks is None:
+        ranks = max(config.mesh.dp, 1) * config.mesh.pp * config.mesh.tp
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ConfigError(f"{ranks} ranks; valid: 1 to {MOST_RANKS}")
+    config = _complete(check_layout(config, ranks))
+    schedule = schedule_of(config, _text(config.pipeline.file) if config.pipeline.file else "")
+    check(schedule)
+    rows = list(_rows(config, schedule))
+    print(json.dumps(_facts(config, rows)) if arguments.json else "\n".join(_lines(config, rows)))
+    return 0
+
+
+def _complete(config: Config) -> Config:
+    """With the vocabulary, of the store if the run file does not say it. Raises UserError."""
+    vocabulary = config.model.vocabulary
+    if not vocabulary:
+        if not config.data.store:
+            raise ConfigError("model.vocabulary = 0 takes that of data.store, which is not given; set one of the two")
+        vocabulary = _stored_vocabulary(Path(config.data.store))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocabulary=vocabulary))
+    check_vocabulary(config)
+    return config
+
+
+def _stored_vocabulary(store: Path) -> int:
+    """The number alone: to open a store as training does takes MPI, and checks all of it."""
+    import h5py  # not needed where the run file says the vocabulary
+
+    try:
+        with h5py.File(store, "r", locking=False) as file:
+            return int(file.attrs["vocabulary"])
+    except Exception as error:  # whatever the library makes of another file
+        raise DataError(
+            f"cannot read the vocabulary of data.store = {str(store)!r}: {error}; give model.vocabulary instead"
+        ) from error
+
+
+def _text(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"cannot read pipeline.file = {file!r}: {error}") from error
+
+
+def _rows(config: Config, schedule: Schedule) -> Iterator[Row]:
+    """Replicas are alike, and tp ranks but for a vocabulary that does not divide evenly."""
+    mesh = config.mesh
+    sizes = {"dp": mesh.dp, "pp": mesh.pp, "tp": mesh.tp}
+    places = [coordinates(rank, sizes, mesh.order) for rank in range(math.prod(sizes.values()))]
+    for stage in range(mesh.pp):
+        alike: dict[RankMemory, list[int]] = {}
+        of_tp = [predict(config, schedule, stage, tp_rank) for tp_rank in range(mesh.tp)]
+        for rank, place in enumerate(places):
+            if place["pp"] == stage:
+                alike.setdefault(of_tp[place["tp"]], []).append(rank)
+        yield from (Row(stage, ranks, memory) for memory, ranks in alike.items())
+
+
+def _facts(config: Config, rows: list[Row]) -> dict[str, Any]:
+    """{"parameters", "mesh", "ranks": [{"stage", "ranks", <part>_bytes, "total_bytes"}], "largest", "binds"}"""
+    largest = _largest(rows)
+    return {
+        "parameters": parameter_count(config.model),
+        "mesh": {"dp": config.mesh.dp, "pp": config.mesh.pp, "tp": config.mesh.tp},
+        "ranks": [
+            {"stage": row.stage, "ranks": row.ranks, "total_bytes": row.memory.total}
+            | {f"{part}_bytes": getattr(row.memory, part) for part in PARTS}
+            for row in rows
+        ],
+        "largest": largest.ranks[0],
+        "binds": _binds(largest),
+    }
+
+
+def _lines(config: Config, rows: list[Row]) -> list[str]:
+    mesh, largest = config.mesh, _largest(rows)
+    cells = [["", *PARTS, "total"], *_cells(rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    part = _binds(largest)
+    everywhere = sum(row.memory.total * len(row.ranks) for row in rows)
+    return [
+        f"{parameter_count(config.model):,} parameters ({config.model.preset}) in {config.precision.compute}, "
+        f"dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, shard {config.optimizer.shard!r}, recompute "
+        f"{config.pipeline.recompute!r}; predicted for each rank:",
+        "",
+        *("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells),
+        "",
+        f"all {mesh.dp * mesh.pp * mesh.tp} ranks together: {size_text(everywhere)}",
+        f"{name_ranks(largest.ranks, 3)} need{'s' if len(largest.ranks) == 1 else ''} most, "
+        f"{size_text(largest.memory.total)}, of which {100 * largest.share(part):.0f} % are {part}; lowered by "
+        f"{LOWERED_BY[part]}",
+        "the interpreter and its libraries come on top, some hundred MB a rank",
+    ]
+
+
+def _cells(rows: list[Row]) -> Iterator[list[str]]:
+    """A line for the ranks of a stage that are alike in the digits that are shown."""
+    alike: dict[tuple[str, ...], Row] = {}
+    for row in rows:
+        shown = (str(row.stage), *(size_text(getattr(row.memory, part)) for part in (*PARTS, "total")))
+        ranks = alike[shown].ranks if shown in alike else []
+        alike[shown] = Row(row.stage, sorted([*ranks, *row.ranks]), row.memory)
+    for shown, row in alike.items():
+        yield [row.name, *shown[1:]]
+
+
+def _largest(rows: list[Row]) -> Row:
+    return max(rows, key=lambda row: row.memory.total)
+
+
+def _binds(row: Row) -> str:
+    """The part that is most of a rank's memory."""
+    return max(PARTS, key=row.share)

@@ -1,0 +1,194 @@
+"""What the forward pass of a microbatch through a chunk takes, and what it keeps for the backward pass: line by line.
+
+    x --norm--> [q k v] --turn, attention--> [output] --> + --norm--> [gate up] --silu x--> [down] --> +
+    ^    ^       ^ ^ ^         ^  ^                       ^    ^        ^   ^        ^                      kept, "none"
+    ^            ^ ^ ^                                    ^             ^   ^                               "selective"
+    ^                                                                                                       "full"
+
+Each function stands for a piece of model/, and takes and drops tensors in the order in which that does. Linear layers
+go through their passes in three ways (model/linear.py): PyTorch's own; with weight gradients that come later; all that
+read one tensor as one operation, over tp and with "selective", where that tensor is made again.
+
+Not counted: a few numbers a token of the loss, and what one operation of PyTorch takes inside.
+"""
+
+from __future__ import annotations
+
+from hpcllm.model.shapes import StageSpan
+from hpcllm.plan.ledger import Ledger, Use
+from hpcllm.plan.sizes import Sizes
+
+
+def forward(s: Sizes, span: StageSpan) -> Use:
+    """A forward pass. The net is what is kept; neither the chunk's input nor its output counts, if others make or
+    take it."""
+    ledger = Ledger()
+    if span.has_embedding:
+        _embedding(ledger, s)
+    for number in range(span.first_block, span.last_block):
+        block(ledger, s, graph=True)
+        if not s.keeps_input and (number > span.first_block or span.has_embedding):
+            ledger.drop(s.residual)
+    if span.has_head:
+        _head(ledger, s)
+    else:
+        ledger.drop(s.residual)
+    return ledger.use()
+
+
+def _embedding(ledger: Ledger, s: Sizes) -> None:
+    ledger.take(s.whole, s.residual)
+    ledger.drop(s.whole)
+    if s.model.positions == "learned":
+        ledger.take(s.residual)
+        ledger.drop(s.residual)
+
+
+def block(ledger: Ledger, s: Sizes, graph: bool) -> None:
+    """From the input, which stays, to the output behind it."""
+    graph = graph and s.level != "full"
+    is_parallel = s.model.parallel_residual
+    _attention(ledger, s, graph)
+    ledger.take(s.residual)  # the sum with the input
+    ledger.drop(s.residual)
+    _feed_forward(ledger, s, graph)
+    ledger.take(s.residual)
+    ledger.drop(s.residual)
+    if not graph or is_parallel or not s.keeps_input:
+        ledger.drop(s.residual)  # of the sum in between
+
+
+def _attention(ledger: Ledger, s: Sizes, graph: bool) -> None:
+    q, k = s.queries, s.keys
+    norm(ledger, s, graph and not s.remakes)
+    ledger.take(s.whole, q, k, k)
+    ledger.drop(s.whole)
+    if s.remakes or not graph:
+        ledger.drop(s.residual)
+    keeps_core = graph and not s.remakes
+    made = core(ledger, s)
+    if not keeps_core:
+        ledger.drop(made)
+    _rows(ledger, s, q)
+    if not keeps_core:
+        ledger.drop(q)
+    if not graph:
+        ledger.drop(q, k, k)
+    elif keeps_core:
+        ledger.drop(raw(s))
+
+
+def core(ledger: Ledger, s: Sizes) -> int:
+    """From query, key and value to attention's result behind them; returns what it leaves besides that."""
+    q, k = s.queries, s.keys
+    ordered = q + 2 * k if s.parts > 1 and s.samples > 1 else 0
+    ledger.take(ordered)
+    left = ordered
+    if s.model.positions == "rotary":
+        for size in (q, k):
+            _turn(ledger, s, size)
+        left += q + k
+        if ordered:
+            ledger.drop(q, k)
+            left -= q + k
+    mask = _mask(s)
+    if mask:
+        ledger.take(8 * s.sequence * s.sequence, mask)
+        ledger.drop(8 * s.sequence * s.sequence)
+    ledger.take(q, s.log_sums)
+    return left + mask + s.log_sums
+
+
+def raw(s: Sizes) -> int:
+    """What of queries, keys and values is not kept, for it was put in order or turned."""
+    if s.parts > 1 and s.samples > 1:
+        return s.queries + 2 * s.keys
+    return s.queries + s.keys if s.model.positions == "rotary" else 0
+
+
+def _turn(ledger: Ledger, s: Sizes, size: int) -> None:
+    """Rotary positions: the turned tensor behind the one that was read; products in float32."""
+    turned = size * s.model.turned_channels // s.model.head_dim
+    wide = s.as_float32(turned)
+    ledger.take(wide, turned if s.item_bytes == 4 else wide, wide)
+    ledger.drop(wide, turned if s.item_bytes == 4 else wide)
+    if s.item_bytes < 4 or turned < size:
+        ledger.take(size)
+        ledger.drop(wide)
+
+
+def _mask(s: Sizes) -> int:
+    return s.item_bytes * s.sequence * s.sequence if 0 < s.model.window < s.sequence else 0
+
+
+def _rows(ledger: Ledger, s: Sizes, inputs: int) -> None:
+    """A layer that reads what tp splits: its result, on the residual path."""
+    strided = inputs if s.parts > 1 and inputs == s.queries and s.samples > 1 else 0
+    ledger.take(strided, s.whole, s.residual)
+    ledger.drop(strided, s.whole)
+
+
+def _feed_forward(ledger: Ledger, s: Sizes, graph: bool) -> None:
+    gated = s.model.activation == "swiglu"
+    norm(ledger, s, graph and not s.remakes)
+    ledger.take(s.whole, s.ffn, s.ffn * gated)
+    ledger.drop(s.whole)
+    if s.remakes or not graph:
+        ledger.drop(s.residual)
+    ledger.take(s.ffn, s.ffn * gated)
+    keeps_act = graph and not s.remakes
+    if not keeps_act:
+        ledger.drop(s.ffn * gated)
+    _rows(ledger, s, s.ffn)
+    if not keeps_act:
+        ledger.drop(s.ffn)
+    if not graph:
+        ledger.drop(s.ffn, s.ffn * gated)
+
+
+def norm(ledger: Ledger, s: Sizes, graph: bool) -> int:
+    """Leaves the result; and with a graph what its gradient needs besides the input, which is returned."""
+    row, wide = 4 * s.tokens // s.parts, s.as_float32(s.residual)
+    if s.model.norm == "layernorm":
+        kept = 2 * row
+        ledger.take(kept, s.residual)
+    else:
+        copy = wide if s.item_bytes < 4 else 0
+        kept = copy + wide + row
+        ledger.take(copy, row, wide, wide)  # the square, of which the mean is taken, and x / root
+        ledger.drop(wide)
+        ledger.take(wide)
+        if copy:
+            ledger.take(s.residual)
+            ledger.drop(wide)
+    if not graph:
+        ledger.drop(kept)
+    return kept
+
+
+def norm_keeps(s: Sizes) -> int:
+    return norm(Ledger(), s, True)
+
+
+def _head(ledger: Ledger, s: Sizes) -> None:
+    scores = s.tokens * s.vocabulary
+    norm(ledger, s, graph=bool(s.loss_tokens) or not s.remakes)
+    ledger.take(s.whole)
+    if s.loss_tokens:
+        piece = min(s.loss_tokens, s.tokens) * s.vocabulary
+        ledger.take(piece * s.item_bytes, 4 * piece if s.item_bytes < 4 else 0)
+        ledger.drop(piece * s.item_bytes, 4 * piece if s.item_bytes < 4 else 0, s.whole)
+    else:
+        ledger.take(scores * s.item_bytes)
+        ledger.drop(s.whole, s.residual if s.remakes else 0)
+        wide = 4 * scores if s.item_bytes < 4 else 0
+        ledger.take(wide, 4 * scores)  # log of the softmax, which stays
+        ledger.drop(wide, scores * s.item_bytes)
+    if not head_keeps_input(s):
+        ledger.drop(s.residual)
+
+
+def head_keeps_input(s: Sizes) -> bool:
+    """As Sizes.keeps_input; the head is never one of the blocks that run again."""
+    remakes = s.remakes and not s.loss_tokens
+    return remakes or s.item_bytes == 4 or s.model.norm == "layernorm"

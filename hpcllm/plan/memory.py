@@ -1,0 +1,234 @@
+"""What each rank of a run holds, in bytes, before it is started.
+
+    parameters    weights in the type of compute         n b       n elements a rank, of b bytes
+    gradients     sums in float32                        4 n
+    optimizer     two moments, masters where kept        8 n + 4 n
+    activations   the most that a step has at once       once through the actions of the schedule
+    buffers       gradients on their way to their owner, weights gathered for a while
+
+    shard           none    states    states+gradients    all          a replica's share of dp: n / dp
+    parameters       n        n              n            n / dp
+    gradients        n        n            n / dp         n / dp
+    optimizer        n      n / dp         n / dp         n / dp       arXiv:1910.02054 figure 1
+
+Tensors only: the interpreter, libraries and MPI take some hundred MB more, and encoded messages are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hpcllm.codecs.names import parse_name
+from hpcllm.config import Config, traffic_codecs
+from hpcllm.layout import recompute_of, spans_of
+from hpcllm.model.shapes import StageSpan, parameter_shapes
+from hpcllm.model.shards import shard_of, split_dim
+from hpcllm.optim.flat import Flat, Traits, lay_out
+from hpcllm.pipeline.actions import Action, Op
+from hpcllm.pipeline.messages import other_end
+from hpcllm.pipeline.schedules import Schedule
+from hpcllm.plan.backward_pass import backward, second_half
+from hpcllm.plan.forward_pass import forward
+from hpcllm.plan.ledger import Use
+from hpcllm.plan.sizes import Level, Sizes
+from hpcllm.policy import is_exact
+
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+ON_THEIR_WAY = 3  # gradient buffers at most, besides those that are being filled: optim/passing.py
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int  # at their peak in a step
+    buffers: int
+
+    @property
+    def states(self) -> int:
+        """What stays from step to step."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        return self.states + self.activations + self.buffers
+
+
+def predict(config: Config, schedule: Schedule, pp_rank: int, tp_rank: int = 0) -> RankMemory:
+    """The memory of the ranks of one place in a replica. config: dp and vocabulary filled in (layout.check_layout)."""
+    placement = schedule.placement
+    spans = spans_of(config, placement)
+    stages = [placement.stage(pp_rank, chunk) for chunk in range(placement.chunks)]
+    sizes = _parameter_sizes(config, [spans[stage] for stage in stages], tp_rank)
+    levels = recompute_of(config, placement)
+    chunks = [(_sizes(config, levels[stage], tp_rank), spans[stage]) for stage in stages]
+    n, item_bytes, shard = sum(sizes.values()), ITEM_BYTES[config.precision.compute], config.optimizer.shard
+    share = math.ceil(n / config.mesh.dp)
+    updated = n if shard == "none" else share
+    return RankMemory(
+        parameters=item_bytes * (share if shard == "all" else n),
+        gradients=4 * (n if shard in ("none", "states") else share),
+        optimizer=(12 if _keeps_master(config) else 8) * updated,
+        activations=_activations(config, schedule, pp_rank, chunks),
+        buffers=_buffers(config, sizes),
+    )
+
+
+def _parameter_sizes(config: Config, spans: Sequence[StageSpan], tp_rank: int) -> dict[str, int]:
+    """Elements that a rank has of each of its parameters; a tied embedding that is first and last there is one."""
+    shapes = {name: shape for span in spans for name, shape in parameter_shapes(config.model, span).items()}
+    return {name: math.prod(shard_of(name, shape, tp_rank, config.mesh.tp)[1]) for name, shape in shapes.items()}
+
+
+def _sizes(config: Config, level: str, tp_rank: int) -> Sizes:
+    rows = shard_of("embedding.weight", (config.model.vocabulary, 1), tp_rank, config.mesh.tp)[1][0]
+    return Sizes(
+        model=config.model,
+        samples=config.data.global_batch // config.mesh.dp // config.pipeline.microbatches,
+        sequence=config.data.sequence_length,
+        vocabulary=rows,
+        tp=config.mesh.tp,
+        sequence_parallel=config.mesh.sequence_parallel,
+        item_bytes=ITEM_BYTES[config.precision.compute],
+        level=_level(level),
+        loss_tokens=config.pipeline.loss_tokens,
+    )
+
+
+def _level(word: str) -> Level:
+    return "full" if word == "full" else "selective" if word == "selective" else "none"
+
+
+def _keeps_master(config: Config) -> bool:
+    """Whether the model's weights are not themselves what AdamW updates."""
+    is_lossy = not parse_name(traffic_codecs(config.communication)["parameters"]).lossless
+    gathered = config.optimizer.shard in ("states", "states+gradients")
+    return config.precision.compute != "fp32" or (gathered and is_lossy)
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """What the passes of a microbatch through one chunk take."""
+
+    forward: Use
+    backward: Use
+    weights: Use
+
+
+def _passes(sizes: Sizes, span: StageSpan) -> _Passes:
+    return _Passes(forward(sizes, span), backward(sizes, span), second_half(sizes, span))
+
+
+def _activations(config: Config, schedule: Schedule, pp_rank: int, chunks: Sequence[tuple[Sizes, StageSpan]]) -> int:
+    """The peak over one step: what is kept of each microbatch, messages, and what the work at hand takes."""
+    row = schedule.actions[pp_rank]
+    halves = {action.chunk for action in row if action.op is Op.BACKWARD_INPUT}
+    by_chunk = [_passes(sizes.with_split(chunk in halves), span) for chunk, (sizes, span) in enumerate(chunks)]
+    targets = 8 * config.data.global_batch // config.mesh.dp * config.data.sequence_length
+    messages = _Messages(schedule, pp_rank, chunks[0][0].residual)
+    kept, peak = targets, targets
+    for action in row:
+        use = _use(by_chunk[action.chunk], action)
+        messages.before(action)
+        peak = max(peak, kept + messages.held + use.peak)
+        kept += use.net
+        messages.after(action, chunks[action.chunk][1])
+    return peak
+
+
+def _use(passes: _Passes, action: Action) -> Use:
+    match action.op:
+        case Op.FORWARD:
+            return passes.forward
+        case Op.BACKWARD | Op.BACKWARD_INPUT:
+            return passes.backward
+        case Op.BACKWARD_WEIGHT:
+            return passes.weights
+    return Use(0, 0)
+
+
+@dataclass
+class _Messages:
+    """Hidden states and their gradients at the ends of a rank's chunks: received, handed over, waiting to leave.
+
+    Receive buffers are used again and never given back; what is sent is there until the next send finds it gone.
+    """
+
+    schedule: Schedule
+    rank: int
+    size: int  # bytes of one
+    pool: int = 0  # receive buffers
+    taken: int = 0  # of them
+    here: int = 0  # handed over between chunks of this rank, or made and not yet sent
+    leaving: int = 0
+
+    @property
+    def held(self) -> int:
+        return self.size * (self.pool + self.here + self.leaving)
+
+    def before(self, action: Action) -> None:
+        if action.op in (Op.RECV_FORWARD, Op.RECV_BACKWARD):
+            self.taken += 1
+            self.pool = max(self.pool, self.taken)
+
+    def after(self, action: Action, span: StageSpan) -> None:
+        op = action.op
+        if op in (Op.SEND_FORWARD, Op.SEND_BACKWARD):
+            self.here, self.leaving = self.here - 1, 1
+        if op is Op.FORWARD and not span.has_head:
+            self.here += 1
+        if op in (Op.BACKWARD, Op.BACKWARD_INPUT) and not span.has_embedding:
+            self.here += 1
+            self._release(Op.RECV_FORWARD, action)
+        if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT) and not span.has_head:
+            self._release(Op.RECV_BACKWARD, action)
+
+    def _release(self, receive: Op, action: Action) -> None:
+        """The memory that a pass read from: a receive buffer, or a tensor of another chunk of this rank."""
+        other = Action(receive, action.microbatch, action.chunk)
+        peer, _ = other_end(self.schedule.placement, self.rank, other)
+        if peer == self.rank:
+            self.here -= 1
+        else:
+            self.taken -= 1
+
+
+def _buffers(config: Config, sizes: Mapping[str, int]) -> int:
+    """Of a sharded optimizer, besides what it shares."""
+    shard, dp = config.optimizer.shard, config.mesh.dp
+    if shard == "none":
+        return 0
+    flats = _flats(config, sizes)
+    total = 4 * math.ceil(max(flat.size for flat in flats) / dp)  # a section's share of a sum
+    if shard in ("states+gradients", "all"):
+        filling = len({(f.traits.exact, f.traits.whole, f.traits.summed) for f in flats})
+        largest = sorted((flat.size for flat in flats), reverse=True)
+        total += 4 * sum(largest[: filling + ON_THEIR_WAY])
+    elif _keeps_master(config) and config.precision.compute == "fp32":
+        total += 4 * max((flat.size for flat in flats if not flat.traits.exact), default=0)  # differences, coded
+    if shard == "all":
+        units: Counter[str] = Counter()
+        for flat in flats:
+            units[flat.traits.unit] += flat.size
+        blocks = sorted((size for unit, size in units.items() if unit), reverse=True)
+        total += ITEM_BYTES[config.precision.compute] * (units[""] + sum(blocks[:2]))  # the one at work and the next
+    return total
+
+
+def _flats(config: Config, sizes: Mapping[str, int]) -> list[Flat]:
+    """How the parameters lie in flat arrays, as far as their sizes go (optim/sections.py)."""
+    communication, tp = config.communication, config.mesh.tp
+
+    def traits(name: str) -> Traits:
+        whole = tp == 1 or split_dim(name) is None
+        block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
+        unit = block if config.optimizer.shard == "all" else ""
+        return Traits(is_exact(name, communication.exact), whole, whole and config.mesh.sequence_parallel, unit=unit)
+
+    return lay_out(sizes, traits, communication.bucket_mib * 2**18)
