@@ -5,7 +5,8 @@
 The variants take turns, `repeats` times over, each time in fresh processes with one thread a rank (but for the line
 that says two). Tokens/s are from the median of all steps but the first two of each turn. Memory is what a process had
 resident at most, less what it had once everything was imported: the larger of the two ranks, the median over the
-turns. Memory that two ranks share counts in both. Writes layouts.json and layouts.md beside this file.
+turns. Memory that two ranks share counts in both. Tensors are what our run says of itself: measured in its first step,
+and predicted, as `python -m hpcllm memory` does. Writes layouts.json and layouts.md beside this file.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def rank_program(peer: str | None, settings: list[str], steps: int) -> None:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()  # the first one imports much
-    before = resident_bytes("VmRSS")
+    before, tensors = resident_bytes("VmRSS"), {}
     if peer is not None:
         run = plain_torch.plain_loop(RUN_FILE, settings, steps, peer)
         seconds, loss = run.seconds, run.loss
@@ -70,12 +71,20 @@ def rank_program(peer: str | None, settings: list[str], steps: int) -> None:
         with StopSignals() as signals:
             loss = train(config, MPI.COMM_WORLD, signals).loss
         log = Path(config.run.folder) / config.run.name / "log.jsonl"
-        records = map(json.loads, log.read_text(encoding="utf-8").splitlines())
+        records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
         seconds = [record["step_s"] for record in records if "step_s" in record]
+        tensors = next(record for record in records if "parameters_memory_bytes" in record)
     memory = MPI.COMM_WORLD.gather(resident_bytes("VmHWM") - before)
     if MPI.COMM_WORLD.rank == 0:
-        print(json.dumps({"seconds": seconds, "memory_bytes": memory, "loss": loss}), flush=True)
+        print(json.dumps({"seconds": seconds, "memory_bytes": memory, "loss": loss} | _tensors(tensors)), flush=True)
     plain_torch.leave()
+
+
+def _tensors(record: dict[str, int]) -> dict[str, int]:
+    """Bytes of all kinds of tensors together, the most of any rank; nothing of the peers."""
+    told = {key: size for key, size in record.items() if key.endswith("_predicted_bytes")}
+    found = {key: size for key, size in record.items() if key.endswith("_bytes") and key not in told}
+    return {"tensor_bytes": sum(found.values()), "tensor_predicted_bytes": sum(told.values())} if record else {}
 
 
 def turn(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -112,18 +121,20 @@ def summary(name: str, turns: list[dict[str, Any]], tokens: int) -> dict[str, An
         "max_s": max(seconds),
         "tokens_per_s": tokens / median(seconds),
         "memory_bytes": median(max(one["memory_bytes"]) for one in turns),
-        "loss": turns[-1]["loss"],
+        **{key: turns[-1][key] for key in ("loss", "tensor_bytes", "tensor_predicted_bytes") if key in turns[-1]},
     }
 
 
 def table(records: list[dict[str, Any]]) -> str:
     base = next(r["tokens_per_s"] for r in records if r["variant"] == PEER)
-    rows = ["| variant | median step, s | fastest | slowest | tokens/s | to DDP | memory a rank, MB |"]
-    rows += [f"|---|{'---:|' * 6}"]
+    titles = ["variant", "median step, s", "fastest", "slowest", "tokens/s", "to DDP"]
+    titles += ["memory a rank, MB", "its tensors, MB", "predicted"]
+    rows = [f"| {' | '.join(titles)} |", f"|---|{'---:|' * 8}"]
     for r in records:
         times = " | ".join(f"{r[key]:.3f}" for key in ("median_s", "min_s", "max_s"))
         speed = f"{r['tokens_per_s']:.0f} | {r['tokens_per_s'] / base:.2f}"
-        rows.append(f"| {r['variant']} | {times} | {speed} | {r['memory_bytes'] / 1e6:.0f} |")
+        tensors = [f"{r[key] / 1e6:.1f}" if key in r else "" for key in ("tensor_bytes", "tensor_predicted_bytes")]
+        rows.append(f"| {r['variant']} | {times} | {speed} | {r['memory_bytes'] / 1e6:.0f} | {' | '.join(tensors)} |")
     return "\n".join(rows)
 
 
