@@ -26,9 +26,9 @@ from hpcllm.collectives.select import Tuning, link_codec, load_tuning, use_tunin
 from hpcllm.config import Config, traffic_codecs
 from hpcllm.data.sampler import Sampler, sample_count
 from hpcllm.data.store import TokenStore
-from hpcllm.errors import ConfigError, DataError, ScheduleError
+from hpcllm.errors import ConfigError, DataError
 from hpcllm.interchange.start import take_model
-from hpcllm.layout import check_layout, check_vocabulary, recompute_of, schedule_of, spans_of
+from hpcllm.layout import check_layout, check_vocabulary, custom_text, recompute_of, schedule_of, spans_of
 from hpcllm.machines import peak_tflops
 from hpcllm.mesh import Mesh, open_mesh
 from hpcllm.metrics import Traffic
@@ -150,21 +150,13 @@ def _tuning(config: Config) -> Tuning | None:
 
 def _open_schedule(config: Config, comm: MPI.Intracomm) -> tuple[Schedule, float]:
     """The schedule of the run, checked, and its bubble. Collective over comm. Raises ScheduleError."""
-    file = config.pipeline.file
-    schedule = schedule_of(config, on_root(comm, lambda: _schedule_text(file) if file else ""))
+    schedule = schedule_of(config, on_root(comm, lambda: custom_text(config)))
 
     def prove() -> float:
         check(schedule)
         return simulate(schedule).bubble
 
     return schedule, on_root(comm, prove)
-
-
-def _schedule_text(file: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"cannot read pipeline.file = {file!r}: {error}") from error
 
 
 def _build(

@@ -22,7 +22,7 @@ from mpi4py import MPI
 from hpcllm.errors import HpcllmError, UserError
 
 GATHER_LIMIT_S = 2.0  # for ranks that make the same mistake to find each other
-FORWARD_S = 0.2  # for the launcher to pass our last words on: an abort can overtake them
+FORWARD_S = 0.5  # for the launcher to pass our last words on: an abort can overtake them
 
 
 def run_job(command: Callable[[MPI.Intracomm], int]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 from hpcllm.axes import mesh_sizes
 from hpcllm.config import Config
@@ -72,6 +73,15 @@ def recompute_of(config: Config, placement: Placement) -> list[str]:
             f"{_stages(placement.stages)}; valid: one word for all, or {placement.stages}"
         )
     return words * placement.stages if len(words) == 1 else words
+
+
+def custom_text(config: Config) -> str:
+    """The text of pipeline.file, if the run file names one. Raises ScheduleError."""
+    file = config.pipeline.file
+    try:
+        return Path(file).read_text(encoding="utf-8") if file else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"cannot read pipeline.file = {file!r}: {error}") from error
 
 
 def schedule_of(config: Config, custom: str) -> Schedule:

@@ -17,8 +17,8 @@ from typing import Any
 from hpcllm import config as run_file
 from hpcllm.axes import coordinates
 from hpcllm.config import Config
-from hpcllm.errors import ConfigError, DataError, ScheduleError
-from hpcllm.layout import check_layout, check_vocabulary, schedule_of
+from hpcllm.errors import ConfigError, DataError
+from hpcllm.layout import check_layout, check_vocabulary, custom_text, schedule_of
 from hpcllm.model.shapes import parameter_count
 from hpcllm.pipeline.checker import check
 from hpcllm.pipeline.schedules import Schedule
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not 1 <= ranks <= MOST_RANKS:
         raise ConfigError(f"{ranks} ranks; valid: 1 to {MOST_RANKS}")
     config = _complete(check_layout(config, ranks))
-    schedule = schedule_of(config, _text(config.pipeline.file) if config.pipeline.file else "")
+    schedule = schedule_of(config, custom_text(config))
     check(schedule)
     rows = list(_rows(config, schedule))
     print(json.dumps(_facts(config, rows)) if arguments.json else "\n".join(_lines(config, rows)))
@@ -98,13 +98,6 @@ def _stored_vocabulary(store: Path) -> int:
         raise DataError(
             f"cannot read the vocabulary of data.store = {str(store)!r}: {error}; give model.vocabulary instead"
         ) from error
-
-
-def _text(file: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"cannot read pipeline.file = {file!r}: {error}") from error
 
 
 def _rows(config: Config, schedule: Schedule) -> Iterator[Row]:
