@@ -29,7 +29,9 @@ from torch import Tensor, nn
 
 from hpcllm.config import MeshConfig
 from hpcllm.mesh import Mesh, open_mesh
+from hpcllm.model.loss import cross_entropy_sum
 from hpcllm.model.shapes import StageSpan
+from hpcllm.model.tensor_parallel import ALONE
 from hpcllm.pipeline.checker import check
 from hpcllm.pipeline.chunk import Chunk
 from hpcllm.pipeline.engine import Engine
@@ -72,12 +74,15 @@ class SleepingDecoder(nn.Module):
 
     def __init__(self, span: StageSpan, seconds: Seconds) -> None:
         super().__init__()
-        self.span, self.seconds = span, seconds
+        self.span, self.seconds, self.tp = span, seconds, ALONE
         self.embedding = nn.Embedding(HIDDEN, HIDDEN) if span.has_embedding else nn.Identity()
 
-    def forward(self, x: Tensor, later: object | None) -> Tensor:
+    def hidden_states(self, x: Tensor, later: object | None) -> Tensor:
         backward_s = self.seconds.backward - (self.seconds.weight if later else 0)
         return _Sleep.apply(self.embedding(x), self.seconds.forward, backward_s)
+
+    def loss_sum(self, hidden: Tensor, targets: Tensor, later: object | None) -> Tensor:  # noqa: ARG002
+        return cross_entropy_sum(hidden, targets)
 
 
 class SleepingChunk(Chunk):
