@@ -133,17 +133,17 @@ def test_a_run_finds_its_scale_and_a_resumed_one_goes_on_with_it_to_the_bit(comm
         comm.Barrier()
         return summary
 
-    straight = run(fp16_run(f"straight {comm.size}", 16))
+    straight = run(fp16_run(f"fp16 straight {comm.size}", 16))
     for steps in (5, 16):
-        cut = run(fp16_run(f"cut {comm.size}", steps))
-    records = log_of(fp16_run(f"straight {comm.size}", 16))
+        cut = run(fp16_run(f"fp16 cut {comm.size}", steps))
+    records = log_of(fp16_run(f"fp16 straight {comm.size}", 16))
     skipped = [record["skipped_steps"] for record in records]
     assert skipped[0] == 1  # 2^24 is too much
     assert records[0]["grad_norm"] is None
     assert records[0]["loss_scale"] == 2.0**23
     assert sum(record["grad_norm"] is None for record in records) == skipped[-1] < 16
     assert any(after["loss_scale"] > before["loss_scale"] for before, after in pairwise(records))
-    assert [r["loss"] for r in log_of(fp16_run(f"cut {comm.size}", 16))] == [r["loss"] for r in records]
+    assert [r["loss"] for r in log_of(fp16_run(f"fp16 cut {comm.size}", 16))] == [r["loss"] for r in records]
     paths = [straight.checkpoint, cut.checkpoint]
     contents = []
     for path in paths:

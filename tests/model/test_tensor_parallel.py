@@ -20,9 +20,11 @@ from hpcllm.model.loss import IGNORED, cross_entropy_sum
 from hpcllm.model.shards import shard_of, split_dim
 from hpcllm.model.tensor_parallel import TensorParallel, summed_over_tp
 from hpcllm.model.transformer import Decoder
+from hpcllm.waiting import Waits
 from tests.model.variants import VARIANTS, random_tokens, stirred, whole
 
 BATCH, LENGTH, SCALE = 2, 12, 0.25
+LIMIT_S = 60.0
 COLLECTIVES = ("allreduce", "reduce_scatter", "allgather", "iallreduce", "ireduce_scatter", "iallgather")
 # sequence parallel, recomputation, loss_tokens, backward pass in two halves: each pair of choices occurs
 HOW = [
@@ -45,7 +47,9 @@ def sized(name: str, ranks: int) -> ModelConfig:
 
 
 def share(comm, sequence: bool, codec: str = "raw") -> TensorParallel:
-    return tensor_parallel.tensor_parallel(group_of(comm), sequence, codec)
+    group = group_of(comm)
+    group.wire.waits = Waits(LIMIT_S)  # as in training: then sums are ours, in the background or not
+    return tensor_parallel.tensor_parallel(group, sequence, codec)
 
 
 def samples(model: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
