@@ -14,7 +14,7 @@ so errors do not add up. Sources: arXiv:1910.02054 section 5.3; coded weights: a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -94,7 +94,7 @@ class UnitWeights:
         self._wait(self._here[unit])
         if unit == ENDS or not x.requires_grad or not torch.is_grad_enabled():
             return x
-        return _Enter.apply(x, self, unit)  # type: ignore[no-untyped-call, no-any-return]
+        return _WithGradient.apply(x, partial(self.done_with, unit))  # type: ignore[no-untyped-call, no-any-return]
 
     def leave(self, unit: str, x: Tensor) -> Tensor:
         if not x.requires_grad or not torch.is_grad_enabled():
@@ -102,7 +102,7 @@ class UnitWeights:
             return x
         if unit != self._order[-1]:
             self.let_go(unit)
-        return _Leave.apply(x, self, unit)  # type: ignore[no-untyped-call, no-any-return]
+        return _WithGradient.apply(x, partial(self.return_to, unit))  # type: ignore[no-untyped-call, no-any-return]
 
     def return_to(self, unit: str) -> None:
         """Before the unit's backward pass."""
@@ -150,29 +150,15 @@ class UnitWeights:
         allgather(self.shards[number], self.replicas, "raw" if raw else self.codec, out=alias)
 
 
-class _Enter(torch.autograd.Function):
-    """x as it is; when the gradient comes back here, the unit's backward pass is done."""
+class _WithGradient(torch.autograd.Function):
+    """x as it is; `act` is called when its gradient comes back here."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: UnitWeights, unit: str) -> Tensor:
-        ctx.weights, ctx.unit = weights, unit
+    def forward(ctx: Any, x: Tensor, act: Callable[[], None]) -> Tensor:
+        ctx.act = act
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.weights.done_with(ctx.unit)
-        return gradient, None, None
-
-
-class _Leave(torch.autograd.Function):
-    """x as it is; when the gradient comes here, the unit's backward pass begins."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: UnitWeights, unit: str) -> Tensor:
-        ctx.weights, ctx.unit = weights, unit
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.weights.return_to(ctx.unit)
-        return gradient, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.act()
+        return gradient, None
