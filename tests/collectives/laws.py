@@ -10,6 +10,8 @@ from hpcllm.codecs.catalogue import KINDS
 from hpcllm.collectives import group_of
 from hpcllm.waiting import Waits
 
+# where an array lies: in memory that the ranks of a node share, or not
+PLACES = ["anywhere", "shared", "shared, further in", "shared, each elsewhere", "shared on some ranks"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MORE = [name for name in ("int8:32", "int8:sr", "int4:sr", "zfp:24") if name.partition(":")[0] in KINDS]
 CODECS = [*KINDS, *MORE]
@@ -92,3 +94,16 @@ def neighbours(bound: np.ndarray, block: int) -> np.ndarray:
 
 def codec_for(name: str, dtype: torch.dtype) -> Codec:
     return find_codec(name, dtype)
+
+
+def window_lengths(ranks: int) -> list[int]:
+    """Besides the usual: just at the end of the single step, slices and chunks of several pages."""
+    return [*lengths(ranks), 16 << 10, (16 << 10) + 1, 70_001]
+
+
+def at(place: str, value: torch.Tensor, shared: torch.Tensor, rank: int) -> torch.Tensor:
+    """The values as an array that lies in that place. shared: memory that the node shares."""
+    start = {"shared, further in": 7, "shared, each elsewhere": 16 * rank}.get(place, 0)
+    if place == "anywhere" or (place == "shared on some ranks" and rank % 2):
+        return value.clone()
+    return shared[start : start + value.numel()].copy_(value)

@@ -16,19 +16,6 @@ from hpcllm.errors import StallError
 from hpcllm.waiting import Waits
 
 ROOM = 70_200
-PLACES = ["anywhere", "shared", "shared, further in", "shared, each elsewhere", "shared on some ranks"]
-
-
-def lengths(ranks: int) -> list[int]:
-    """Besides the usual: beside the end of the single step, chunks of several pages."""
-    return [*laws.lengths(ranks), 16 << 10, (16 << 10) + 1, 70_001]
-
-
-def at(place: str, value: torch.Tensor, shared: torch.Tensor, rank: int) -> torch.Tensor:
-    start = {"shared, further in": 7, "shared, each elsewhere": 16 * rank}.get(place, 0)
-    if place == "anywhere" or (place == "shared on some ranks" and rank % 2):
-        return value.clone()
-    return shared[start : start + value.numel()].copy_(value)
 
 
 def sum_of(x: torch.Tensor, comm) -> torch.Tensor:
@@ -40,11 +27,11 @@ def sum_of(x: torch.Tensor, comm) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", laws.DTYPES, ids=str)
 def test_a_chunk_has_the_bits_of_the_whole_sum_and_x_keeps_its_own(comm, dtype):
     shared = shared_zeros(ROOM, laws.limited(comm), dtype)
-    for n in lengths(comm.size):
+    for n in laws.window_lengths(comm.size):
         value = laws.values(comm.rank, n, dtype)
         want = sum_of(value, comm)
-        for place in PLACES:
-            x = at(place, value, shared, comm.rank)
+        for place in laws.PLACES:
+            x = laws.at(place, value, shared, comm.rank)
             result = reduce_scatter(x, comm, algorithm="node_window")
             assert laws.bits(result) == laws.bits(want), (n, place)
             assert laws.bits(x) == laws.bits(value), (n, place)
@@ -57,11 +44,11 @@ def test_a_chunk_has_the_bits_of_the_whole_sum_and_x_keeps_its_own(comm, dtype):
 @pytest.mark.parametrize("in_place", [False, True])
 def test_every_part_is_on_every_rank_wherever_it_goes(comm, dtype, in_place):
     shared = shared_zeros(ROOM, laws.limited(comm), dtype)
-    for n in lengths(comm.size):
+    for n in laws.window_lengths(comm.size):
         whole = laws.values(0, n, torch.float64).mul(50).to(torch.int64).remainder(200).to(dtype)
         own = slice(*chunk_range(n, comm.size, comm.rank))
-        for place in PLACES:
-            out = at(place, torch.ones_like(whole), shared, comm.rank)
+        for place in laws.PLACES:
+            out = laws.at(place, torch.ones_like(whole), shared, comm.rank)
             if in_place:
                 out[own] = whole[own]
             allgather(out[own] if in_place else whole[own].clone(), comm, algorithm="node_window", out=out)

@@ -20,8 +20,6 @@ from hpcllm.collectives.window import free_shared
 from hpcllm.errors import StallError
 from hpcllm.waiting import Waits
 
-PLACES = ["anywhere", "shared", "shared, further in", "shared, each elsewhere", "shared on some ranks"]
-
 
 def rank_order_sum(addends: list[torch.Tensor]) -> torch.Tensor:
     total = addends[0].float()
@@ -30,27 +28,15 @@ def rank_order_sum(addends: list[torch.Tensor]) -> torch.Tensor:
     return total.to(addends[0].dtype)
 
 
-def lengths(ranks: int) -> list[int]:
-    """Besides the usual: just at the end of the single step, slices of several pages."""
-    return [*laws.lengths(ranks), 16 << 10, (16 << 10) + 1, 70_001]
-
-
-def at(place: str, value: torch.Tensor, shared: torch.Tensor, rank: int) -> torch.Tensor:
-    start = {"shared, further in": 7, "shared, each elsewhere": 16 * rank}.get(place, 0)
-    if place == "anywhere" or (place == "shared on some ranks" and rank % 2):
-        return value.clone()
-    return shared[start : start + value.numel()].copy_(value)
-
-
 @pytest.mark.parallel([1, 2, 3, 4, 5])
 @pytest.mark.parametrize("dtype", laws.DTYPES, ids=str)
 def test_the_sum_is_that_in_rank_order_wherever_the_array_is(comm, dtype):
     shared = shared_zeros(70_100, laws.limited(comm), dtype)
-    for n in lengths(comm.size):
+    for n in laws.window_lengths(comm.size):
         addends = [laws.values(rank, n, dtype) for rank in range(comm.size)]
         want = rank_order_sum(addends)
-        for place in PLACES:
-            x = at(place, addends[comm.rank], shared, comm.rank)
+        for place in laws.PLACES:
+            x = laws.at(place, addends[comm.rank], shared, comm.rank)
             assert allreduce(x, comm, algorithm="node_window") is x
             assert laws.bits(x) == laws.bits(want), (n, place)
     free_shared(shared, comm)
