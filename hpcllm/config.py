@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcllm.errors import ConfigError
-from hpcllm.policy import TRAFFIC, codecs_of
-from hpcllm.rules import RULES, divisors
+from hpcllm.rules import RULES, check_together
 
-SHARED_OUT = ("ring", "two_step", "node_window", "native")  # algorithms that give each replica its share of a sum
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -34,6 +32,7 @@ class RunConfig:
     steps: int = 1000
     start_from: str = ""  # a Hugging Face folder or a checkpoint whose model the run begins with
     machine: str = ""  # a name from machines/ or a path to such a TOML file; its peak gives MFU
+    requeue: bool = False  # a job that ends before run.steps puts itself back into the batch system's queue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +150,15 @@ class CommunicationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    every_steps: int = 500  # 0: only at the end and on a signal
+    every_steps: int = 500  # 0: only at the end, and when the run is asked to stop or save
     keep: int = 2  # newest files that stay
+    keep_every_steps: int = 0  # files of every so many steps stay for ever; 0: none
+    keep_best: int = 0  # files of the lowest validation loss that stay
+    asynchronous: bool = True  # training goes on while a thread writes, from a copy in the host's memory
+    feedback: bool = True  # keep what error feedback owes, 4 bytes a gradient and replica; else it is dropped
+    writer: Literal["offsets", "mpio"] = "offsets"  # mpio: by a parallel HDF5, h5py built with MPI
+    stripe_count: int = 0  # Lustre: targets that a file is spread over, -1 for all; 0: as the folder says
+    stripe_mib: int = 16  # Lustre: size of a stripe, where stripe_count is not 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +172,8 @@ class LogConfig:
 @dataclass(frozen=True, kw_only=True)
 class LimitsConfig:
     stall_s: float = 600.0  # a message that takes longer ends the run, named
+    wall_s: float = 0.0  # this start may take so long; 0: until the batch job's time limit, if there is one
+    margin_s: float = 0.0  # the run saves and stops so long before that; 0: by the measured time of a step and a write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,80 +317,3 @@ def _override(tables: dict[str, Any], override: str) -> None:
     if not isinstance(table, dict):
         raise ConfigError(f"{section} = {table!r} should be a table: write [{section}] and its keys below it")
     table[name] = value
-
-
-def check_together(config: Config) -> None:
-    """Raises ConfigError for keys that are fine by themselves, but not together."""
-    model, data = config.model, config.data
-    if not model.head_channels and model.hidden % model.heads:
-        raise ConfigError(
-            f"model.hidden = {model.hidden} does not split into model.heads = {model.heads}; "
-            f"valid heads: {divisors(model.hidden)}; or give model.head_channels, the channels of one head"
-        )
-    if model.heads % model.key_value_heads:
-        raise ConfigError(
-            f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}; "
-            f"valid: {divisors(model.heads)}"
-        )
-    turned = model.turned_channels
-    if model.positions == "rotary" and (turned % 2 or not turned):
-        raise ConfigError(
-            f"model.rope_fraction = {model.rope_fraction} of a head's {model.head_dim} channels (model.hidden / "
-            f"model.heads, or model.head_channels) is {turned}; rotary positions turn pairs: it must be even, not 0"
-        )
-    if model.rope_scaling == "llama3" and model.rope_low_frequency >= model.rope_high_frequency:
-        raise ConfigError(
-            f"model.rope_low_frequency = {model.rope_low_frequency} is not below model.rope_high_frequency = "
-            f"{model.rope_high_frequency}; Llama 3 has 1 and 4"
-        )
-    if data.sequence_length > model.max_sequence:
-        raise ConfigError(
-            f"data.sequence_length = {data.sequence_length} is longer than "
-            f"model.max_sequence = {model.max_sequence}; lower the one or raise the other"
-        )
-    if late := [step for step in config.log.trace_steps if step > config.run.steps]:
-        raise ConfigError(f"log.trace_steps has {late[0]}, but run.steps = {config.run.steps}; valid: 1 to that")
-    _check_pipeline(config.pipeline, model)
-    _check_communication(config.communication)
-    _check_shard(config)
-
-
-def _check_pipeline(pipeline: PipelineConfig, model: ModelConfig) -> None:
-    if (pipeline.schedule == "custom") != bool(pipeline.file):
-        raise ConfigError(
-            f"pipeline.schedule = {pipeline.schedule!r} with pipeline.file = {pipeline.file!r}; valid: 'custom' with "
-            "the file of a schedule, or another schedule without one"
-        )
-    if pipeline.layers and sum(pipeline.layers) != model.layers:
-        raise ConfigError(
-            f"pipeline.layers = {list(pipeline.layers)} adds up to {sum(pipeline.layers)}, but model.layers = "
-            f"{model.layers}; valid: numbers that add up to it, or [] to divide by cost"
-        )
-
-
-def _check_communication(communication: CommunicationConfig) -> None:
-    gradients = traffic_codecs(communication)["gradients"]
-    if communication.algorithm in ("native", "node_window") and gradients != "raw":
-        raise ConfigError(
-            f"communication.algorithm = {communication.algorithm!r} adds up values as they are, but the gradients "
-            f"travel as {gradients!r}; valid: communication.gradients = 'raw', or another algorithm, such as 'auto'"
-        )
-
-
-def _check_shard(config: Config) -> None:
-    shard, algorithm = config.optimizer.shard, config.communication.algorithm
-    if shard == "all" and config.mesh.pp > 1:
-        raise ConfigError(
-            f"optimizer.shard = 'all' with mesh.pp = {config.mesh.pp}: each microbatch would gather a stage's weights "
-            "anew; valid: mesh.pp = 1, or optimizer.shard = 'none', 'states' or 'states+gradients'"
-        )
-    if shard != "none" and algorithm not in ("auto", *SHARED_OUT):
-        raise ConfigError(
-            f"communication.algorithm = {algorithm!r} gives every replica the whole sum, but with optimizer.shard = "
-            f"{shard!r} each gets its share; valid: auto, {', '.join(SHARED_OUT)}"
-        )
-
-
-def traffic_codecs(communication: CommunicationConfig) -> dict[str, str]:
-    """Kind of traffic -> codec name, after policy and single keys. Raises ConfigError."""
-    return codecs_of(communication.policy, {kind: getattr(communication, kind) for kind in TRAFFIC})
