@@ -4,30 +4,34 @@
     raise_together everyone did it; if anyone failed, everyone raises and names who
 
 A lone exception would leave the other ranks inside a collective until the job's time limit. Only names and messages
-of errors travel, never the objects: the other side looks the type up among ours.
+of errors travel, never the objects: the other side looks the type up among ours. comm = None is a process alone: no MPI
+is started.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-from mpi4py import MPI
 
 from hpcllm import errors
-from hpcllm.waiting import Waits
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 T = TypeVar("T")
 REPORT_LIMIT_S = 3600.0  # rank 0 may prepare a tokenizer, others may write a large file
 
 
-def on_root(comm: MPI.Intracomm, function: Callable[[], T]) -> T:
+def on_root(comm: MPI.Intracomm | None, function: Callable[[], T]) -> T:
     """Run `function` on rank 0 and broadcast its (small) result, or its error. Collective over comm.
 
     Files and folders are looked at this way, so that ten thousand ranks do not ask the file system the same question
     and cannot get different answers.
     """
+    if comm is None:
+        return function()
     result, report = None, None
     if comm.rank == 0:
         try:
@@ -42,8 +46,12 @@ def on_root(comm: MPI.Intracomm, function: Callable[[], T]) -> T:
     return answer
 
 
-def raise_together(comm: MPI.Intracomm, error: Exception | None) -> None:
+def raise_together(comm: MPI.Intracomm | None, error: Exception | None) -> None:
     """Raise on every rank if any rank brings an error; a rank's own error is chained. Collective over comm."""
+    if comm is None:
+        if error:
+            raise error
+        return
     if not _any(comm, error is not None):
         return
     reports = comm.allgather(_report(error) if error else None)
@@ -56,10 +64,16 @@ def raise_together(comm: MPI.Intracomm, error: Exception | None) -> None:
 
 def _gather_quietly(comm: MPI.Intracomm) -> None:
     """A barrier whose waiting does not take the core of the rank that is awaited. Raises StallError."""
+    from hpcllm.waiting import Waits  # starts MPI
+
     Waits(REPORT_LIMIT_S).all([comm.Ibarrier()], lambda: f"{comm.size} ranks to come to the same point")
 
 
 def _any(comm: MPI.Intracomm, flag: bool) -> bool:
+    from mpi4py import MPI
+
+    from hpcllm.waiting import Waits
+
     flags = np.array([flag], dtype=np.int32)
     Waits(REPORT_LIMIT_S).allreduce(comm, flags, lambda: f"{comm.size} ranks to say how it went", MPI.MAX)
     return bool(flags[0])
