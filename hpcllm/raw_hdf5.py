@@ -25,13 +25,19 @@ def allocate(file: h5py.File, name: str, shape: tuple[int, ...], dtype: np.dtype
     creation.set_layout(h5py.h5d.CONTIGUOUS)
     creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    return int(make_dataset(file, name, shape, dtype, creation).get_offset() or 0)
+
+
+def make_dataset(
+    file: h5py.File, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], creation: h5py.h5p.PropDCID
+) -> h5py.h5d.DatasetID:
+    """Make a dataset of any kind, the groups above it too."""
     creation.set_obj_track_times(False)
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     links.set_create_intermediate_group(True)
     links.set_char_encoding(h5py.h5t.CSET_UTF8)
     space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
-    dataset = h5py.h5d.create(file.id, name.encode(), h5py.h5t.py_create(dtype), space, creation, lcpl=links)
-    return int(dataset.get_offset() or 0)
+    return h5py.h5d.create(file.id, name.encode(), h5py.h5t.py_create(dtype), space, creation, lcpl=links)
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:

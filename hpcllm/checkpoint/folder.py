@@ -1,29 +1,29 @@
-"""The checkpoints of one run: names, the newest that is sound, how many stay.
+"""The checkpoints of one run: names, the newest that is sound. How many stay: retention.py.
 
 checkpoints/step_00001000.h5                             step_of -> 1000
             step_00002000.h5
             step_00003000.h5.tmp-node7-4711-9f3a11bc     a writer at work, or what a killed one left
+            step_00000500.h5.damaged                     could not be loaded when a run went on from an older one
 """
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from hpcllm.checkpoint.directory import read_directory
-from hpcllm.checkpoint.reader import Checkpoint, on_root
+from hpcllm.checkpoint.reader import Checkpoint
+from hpcllm.checkpoint.verify import verify_file
 from hpcllm.errors import CheckpointError
+from hpcllm.together import on_root
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+T = TypeVar("T")
+DAMAGED = ".damaged"
 _NAME = re.compile(r"step_(\d{8,})\.h5")
-_TEMPORARY = re.compile(r"step_\d{8,}\.h5\.tmp-(?P<host>.+)-(?P<process>\d+)-[0-9a-f]{8}")
-_STALE_S = 3600.0  # a writer on another node that wrote nothing for so long is dead
 
 
 def file_name(step: int) -> str:
@@ -48,84 +48,52 @@ def newest_first(folder: Path) -> list[Path]:
     return [path for _, path in sorted(steps, reverse=True)]
 
 
-def newest_valid(folder: Path, comm: MPI.Intracomm | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint of which every byte is as it was written, and a line for each newer one passed over.
+def load_newest(
+    folder: Path, comm: MPI.Intracomm | None, load: Callable[[Checkpoint], T]
+) -> tuple[T | None, list[str]]:
+    """What `load` makes of the newest checkpoint that it can load, and a line for each newer one passed over.
 
-    It is open, to be closed by the caller, so that what is read from it is what was verified. Collective over comm; all
-    ranks share the reading and get the same answer. (None, []): the folder has none.
+    load: is given the open file, reads what it needs, and raises CheckpointError on all ranks where the file is
+    damaged; then the next older one is tried. What else it raises, such as a ConfigError about another model, ends the
+    search. (None, []): the folder has no checkpoint. Damaged files are renamed, or they would count among the newest
+    that stay. Collective over comm; the same on all ranks. Raises CheckpointError if there are checkpoints and none is
+    sound: nobody's training begins anew unasked.
     """
-    passed_over: list[str] = []
+    passed_over: dict[Path, str] = {}
     for path in on_root(comm, lambda: newest_first(folder)):
         try:
-            return _open_verified(path, comm), passed_over
+            with Checkpoint.open(path, comm) as checkpoint:
+                loaded = load(checkpoint)
         except CheckpointError as error:
-            passed_over.append(f"{path.name} is passed over: {error}")
-    return None, passed_over
+            passed_over[path] = f"{path.name} is passed over: {error}"
+        else:
+            return loaded, [_set_aside(path, line, comm) for path, line in passed_over.items()]
+    if passed_over:
+        raise _none_is_sound(folder, list(passed_over.values()))
+    return None, []
 
 
-def _open_verified(path: Path, comm: MPI.Intracomm | None) -> Checkpoint:
-    checkpoint = Checkpoint.open(path, comm)
-    try:
-        checkpoint.verify()
-    except CheckpointError:
-        checkpoint.close()
-        raise
-    return checkpoint
+def _set_aside(path: Path, line: str, comm: MPI.Intracomm | None) -> str:
+    """Rename a file that is damaged on a second look too: a file system may have failed for a moment. Collective."""
+    if verify_file(path, comm, lambda _: None).is_sound:
+        return f"{line}; it is sound on a second look, and stays"
 
-
-def keep_newest(folder: Path, keep: int) -> list[Path]:
-    """Delete all but the newest `keep` sound checkpoints, and what killed writers left. For one rank, after a write.
-
-    A file counts as sound if it is complete and its tables are undamaged; a file that is not is deleted only once
-    `keep` newer ones are, so the last resort is never lost. Returns what was deleted. Raises CheckpointError.
-    """
-    if keep < 1:
-        raise CheckpointError(f"keep = {keep} would delete every checkpoint of {folder}; valid: 1 or more")
-    doomed = [*_superseded(newest_first(folder), keep), *_stale(folder)]
-    for path in doomed:
+    def rename() -> str:
+        aside = path.with_name(path.name + DAMAGED)
         try:
-            path.unlink(missing_ok=True)
+            path.rename(aside)
         except OSError as error:
-            raise CheckpointError(f"cannot delete {path}: {error.strerror}") from error
-    return doomed
+            return f"{line}; it cannot be renamed: {error.strerror}"
+        return f"{line}; it is now {aside.name}"
+
+    return on_root(comm, rename)
 
 
-def _superseded(paths: list[Path], keep: int) -> list[Path]:
-    """The oldest first, so that whatever stops us leaves the newest."""
-    sound = 0
-    for index, path in enumerate(paths):
-        sound += _is_sound(path)
-        if sound == keep:
-            return paths[:index:-1]
-    return []
-
-
-def _is_sound(path: Path) -> bool:
-    try:
-        read_directory(path)
-    except CheckpointError:
-        return False
-    return True
-
-
-def _stale(folder: Path) -> list[Path]:
-    matches = [(path, match) for path in folder.glob("step_*.tmp-*") if (match := _TEMPORARY.fullmatch(path.name))]
-    return [path for path, match in matches if not _is_being_written(path, match["host"], int(match["process"]))]
-
-
-def _is_being_written(path: Path, host: str, process: int) -> bool:
-    try:
-        silent_s = time.time() - path.stat().st_mtime
-    except OSError:
-        return False
-    return silent_s < _STALE_S and (host != socket.gethostname() or _is_alive(process))
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
+def _none_is_sound(folder: Path, passed_over: list[str]) -> CheckpointError:
+    more = f"; and {len(passed_over) - 3} more" if len(passed_over) > 3 else ""
+    error = CheckpointError(
+        f"{folder} has checkpoints, but none that can be loaded: {'; '.join(passed_over[:3])}{more}. Put a sound one "
+        "there, or start anew with --restart (the old run folder is kept beside)"
+    )
+    error.everywhere = True
+    return error

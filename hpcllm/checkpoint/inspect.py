@@ -1,89 +1,118 @@
 """What is in a checkpoint, for people and for programs; needs neither MPI nor torch.
 
-step_00001000.h5   14.2 MB
-|-- data @position = 32000
-|-- model
-|   `-- embedding.weight   float32 (8192, 128)   4.2 MB   norm 20.51
+step_00001000.h5   14.2 MB   86 tensors, 14.1 MB in 96 blocks, all as they were written
+step 1000, written 2026-05-01T12:00:00+00:00, by 4 ranks, mesh dp=2 pp=1 tp=2, writer offsets, hpcllm 0.1.0, torch 2.7.0
+|-- data
+|   `-- @position = 32000
+`-- model
+    `-- embedding.weight float32 (8192, 128)   4.2 MB   norm 20.51
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hpcllm.checkpoint.layout import DatasetSpec
+from hpcllm.checkpoint.layout import as_float64
 from hpcllm.checkpoint.reader import Checkpoint
-from hpcllm.checkpoint.slabs import Slab
+from hpcllm.checkpoint.shares import Block, block_bytes, blocks_of
+from hpcllm.checkpoint.verify import Damage, damage_line, specs_of, survey
 from hpcllm.printable import printable, size_text
 
-_PIECE_ELEMENTS = 1 << 22
 
+def describe(checkpoint: Checkpoint, advance: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
+    """Everything but the tensors' values, ready for JSON; each tensor with its norm. All of the file is read.
 
-def describe(path: Path) -> dict[str, Any]:
-    """Everything but the tensors' values, ready for JSON; each tensor with its norm. Raises CheckpointError.
-
-    {"path", "file_bytes", "attributes": {key: value}, "datasets": {name: {"shape", "dtype", "bytes", "slabs", "norm"}}}
-    slabs: pieces that ranks wrote. norm: sqrt of the sum of squares; None for whole numbers or if it is not finite.
+    {"path", "file_bytes", "tensor_bytes", "packed", "attributes": {key: value}, "datasets": {name: {"shape", "dtype",
+    "bytes", "stored_bytes", "blocks", "damaged", "norm"}}, "damage": [{"dataset", "start", "shape", ...}]}
+    norm: sqrt of the sum of squares; None for whole numbers, or if it is not finite, or if a block is damaged.
+    advance: told the bytes that were read, as they are. Not collective.
     """
-    with Checkpoint.open(path) as checkpoint:
-        checkpoint.verify()
-        return {
-            "path": str(path),
-            "file_bytes": checkpoint.file_bytes,
-            "attributes": dict(checkpoint.attributes),
-            "datasets": {name: _dataset(checkpoint, name) for name in checkpoint.datasets},
-        }
+    squares: dict[str, float] = {}
+    damage: list[Damage] = []
+    specs = specs_of(checkpoint)
+    for block, found in survey(checkpoint, blocks_of(specs), lambda *both: _squares(checkpoint, *both)):
+        advance(block_bytes(specs, block))
+        if isinstance(found, Damage):
+            damage.append(found)
+        else:
+            squares[block[0]] = squares.get(block[0], 0.0) + found
+    damaged = {name: sum(item.dataset == name for item in damage) for name in {item.dataset for item in damage}}
+    datasets = {name: _dataset(checkpoint, name, squares, damaged.get(name, 0)) for name in checkpoint.datasets}
+    return {
+        "path": str(checkpoint.path),
+        "file_bytes": checkpoint.file_bytes,
+        "tensor_bytes": sum(item["bytes"] for item in datasets.values()),
+        "packed": any(item.packed is not None for item in checkpoint.datasets.values()),
+        "attributes": dict(checkpoint.attributes),
+        "datasets": datasets,
+        "damage": [dataclasses.asdict(item) for item in damage],
+    }
 
 
-def tree_lines(path: Path) -> list[str]:
-    """The same as `describe`, drawn. Raises CheckpointError."""
-    found = describe(path)
-    lines = [f"{Path(path).name}   {size_text(found['file_bytes'])}"]
-    return lines + _branches(_nested(found), "")
+def tree_lines(found: Mapping[str, Any]) -> list[str]:
+    """What `describe` found, drawn."""
+    return [*_head(found), *_branches(_nested(found), "")]
 
 
-def _dataset(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+def _squares(checkpoint: Checkpoint, block: Block, values: np.ndarray) -> float:
+    dtype = checkpoint.datasets[block[0]].spec.dtype
+    if "float" not in dtype:
+        return 0.0
+    with np.errstate(over="ignore"):
+        numbers = as_float64(values, dtype).reshape(-1)
+        return float(np.dot(numbers, numbers))
+
+
+def _dataset(checkpoint: Checkpoint, name: str, squares: Mapping[str, float], damaged: int) -> dict[str, Any]:
     stored = checkpoint.datasets[name]
+    total = squares.get(name, 0.0)
+    is_known = "float" in stored.spec.dtype and math.isfinite(total) and not damaged
     return {
         "shape": list(stored.spec.shape),
         "dtype": stored.spec.dtype,
         "bytes": stored.spec.bytes,
-        "slabs": len(stored.checksums),
-        "norm": _norm(checkpoint, name) if "float" in stored.spec.dtype else None,
+        "stored_bytes": sum(stored.extent(index)[1] for index in range(stored.spec.blocks)),
+        "blocks": stored.spec.blocks,
+        "damaged": damaged,
+        "norm": math.sqrt(total) if is_known else None,
     }
 
 
-def _norm(checkpoint: Checkpoint, name: str) -> float | None:
-    spec = checkpoint.datasets[name].spec
-    total = 0.0
-    for slab in _pieces(name, spec):
-        values = _as_float64(checkpoint.read(slab), spec.dtype)
-        total += float(np.vdot(values, values))
-    return math.sqrt(total) if math.isfinite(total) else None
+def _head(found: Mapping[str, Any]) -> list[str]:
+    datasets, damage = found["datasets"].values(), found["damage"]
+    blocks = sum(item["blocks"] for item in datasets)
+    state = f"{len(damage)} DAMAGED" if damage else "all as they were written"
+    kind = "an archive, " if found["packed"] else ""
+    held = f"{kind}{len(datasets)} tensors, {size_text(found['tensor_bytes'])} in {blocks} blocks, {state}"
+    name = printable(Path(found["path"]).name)
+    lines = [f"{name}   {size_text(found['file_bytes'])}   {held}", *_written(found["attributes"])]
+    return lines + [f"damaged: {damage_line(item)}" for item in damage]
 
 
-def _pieces(name: str, spec: DatasetSpec) -> list[Slab]:
-    """Slabs of whole rows, of about _PIECE_ELEMENTS each."""
-    if not spec.shape:
-        return [Slab(name, (), ())]
-    rows, rest = spec.shape[0], spec.shape[1:]
-    step = max(1, _PIECE_ELEMENTS // math.prod(rest))
-    zeros = (0,) * len(rest)
-    return [Slab(name, (row, *zeros), (min(step, rows - row), *rest)) for row in range(0, rows, step)]
+def _written(facts: Mapping[str, Any]) -> list[str]:
+    """One line on when, by whom and with what; none if the file does not say."""
+    ranks = facts.get("written/ranks")
+    mesh = " ".join(f"{key[9:]}={value}" for key, value in facts.items() if key.startswith("run/mesh/"))
+    told = [
+        f"step {facts['run/step']}" if "run/step" in facts else "",
+        f"written {facts['run/written_at']}" if "run/written_at" in facts else "",
+        f"by {ranks} rank{'s' if ranks != 1 else ''}" if ranks else "",
+        f"mesh {mesh}" if mesh else "",
+        f"writer {facts['written/writer']}" if "written/writer" in facts else "",
+        *(f"{name} {facts[key]}" for name in ("hpcllm", "torch") if (key := f"run/versions/{name}") in facts),
+    ]
+    line = ", ".join(part for part in told if part)
+    return [printable(line)] if line else []
 
 
-def _as_float64(values: np.ndarray, dtype: str) -> np.ndarray:
-    if dtype == "bfloat16":  # the upper half of a float32
-        values = (values.astype(np.uint32) << 16).view(np.float32)
-    with np.errstate(invalid="ignore"):  # NaN of any kind is what we are here to report
-        return values.astype(np.float64)
-
-
-def _nested(found: dict[str, Any]) -> dict[str, Any]:
+def _nested(found: Mapping[str, Any]) -> dict[str, Any]:
     """A tree of dicts by path; its leaves are lists of lines. The name of an attribute has an '@' in front."""
     leaves = {name: [_dataset_text(item)] for name, item in found["datasets"].items()}
     for key, value in found["attributes"].items():
@@ -104,12 +133,19 @@ def _by_number(path: str) -> str:
     return re.sub(r"\d+", lambda digits: digits[0].zfill(20), path)
 
 
-def _dataset_text(item: dict[str, Any]) -> str:
+def _dataset_text(item: Mapping[str, Any]) -> str:
     shape = f"({', '.join(map(str, item['shape']))})"
-    is_float = "float" in item["dtype"]
-    norm = "" if not is_float else f"   norm {item['norm']:.6g}" if item["norm"] is not None else "   NOT FINITE"
-    slabs = "" if item["slabs"] == 1 else f"   {item['slabs']} slabs"
-    return f"{item['dtype']} {shape}   {size_text(item['bytes'])}{norm}{slabs}"
+    stored = f" stored in {size_text(item['stored_bytes'])}" if item["stored_bytes"] != item["bytes"] else ""
+    blocks = f"   {item['blocks']} blocks" if item["blocks"] > 1 and not item["damaged"] else ""
+    return f"{item['dtype']} {shape}   {size_text(item['bytes'])}{stored}{_norm_text(item)}{blocks}"
+
+
+def _norm_text(item: Mapping[str, Any]) -> str:
+    if item["damaged"]:
+        return f"   {item['damaged']} of {item['blocks']} blocks DAMAGED"
+    if "float" not in item["dtype"]:
+        return ""
+    return f"   norm {item['norm']:.6g}" if item["norm"] is not None else "   NOT FINITE"
 
 
 def _attribute_lines(value: Any) -> list[str]:
@@ -118,7 +154,7 @@ def _attribute_lines(value: Any) -> list[str]:
     return [f"= {value!r}"]
 
 
-def _branches(tree: dict[str, Any], indent: str) -> list[str]:
+def _branches(tree: Mapping[str, Any], indent: str) -> list[str]:
     lines = []
     width = max((len(name) for name, item in tree.items() if isinstance(item, list)), default=0)
     for number, (name, item) in enumerate(tree.items(), start=1):

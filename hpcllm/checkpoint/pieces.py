@@ -8,7 +8,6 @@ range 3..13 of this rank's (4, 4)  --boxes-->  three boxes  --shifted by where i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -29,15 +28,18 @@ class Shards:
     rank: int = 0  # in tp
     size: int = 1
 
+    def places(self, kind: str, name: str, start: int, end: int) -> Iterator[Slab]:
+        """What elements start .. end of this rank's part of a parameter are of the global tensor <kind>/<name>."""
+        origin, shape = shard_of(name, self.shapes[name], self.rank, self.size)
+        for first, size in boxes(shape, start, end):
+            yield Slab(f"{kind}/{name}", tuple(o + f for o, f in zip(origin, first, strict=True)), size)
+
     def slabs(self, piece: Piece) -> Iterator[tuple[Slab, Tensor]]:
-        """What the piece is of the global tensor <kind>/<name>, and the memory of each slab in the slab's shape."""
-        start, shape = shard_of(piece.name, self.shapes[piece.name], self.rank, self.size)
+        """The same of a piece, and the memory of each slab in the slab's shape."""
         done = 0
-        for first, size in boxes(shape, piece.start, piece.end):
-            count = math.prod(size)
-            place = tuple(s + f for s, f in zip(start, first, strict=True))
-            yield Slab(f"{piece.kind}/{piece.name}", place, size), piece.values[done : done + count].view(size)
-            done += count
+        for slab in self.places(piece.kind, piece.name, piece.start, piece.end):
+            yield slab, piece.values[done : done + slab.elements].view(slab.shape)
+            done += slab.elements
 
     def writes(self, name: str) -> bool:
         """Whether this rank of tp answers for its part of a parameter; of what tp replicates, the first one does."""

@@ -1,42 +1,41 @@
 """Read any slab of a checkpoint on any rank, and know that its bytes are the ones that were written.
 
     rank 0   read and check the directory --+
-    all                                     +--> directory --> pread the runs of my slab --> crc32 of the stored slabs
-                                                                                             that it touches
+    all                                     +--> directory --> the blocks that my slab touches: pread, XXH3, copy
 
-    stored   [  0  ][  1  ][  2  ]      0 is wholly in what was read: its crc32 is taken there
-    read     |  . . . . . .  |          2 is not: the rest of it is read too, unless all ranks have verified it together
+    blocks   [  0  ][  1  ][  2  ]      1 is wholly in the slab, in one stretch: it is read to where it belongs
+    slab        | . . . . . |           0 and 2 are read aside, and a part of each is copied
 
-No byte is handed out that was not verified. A rank of another layout than the writer's may need parts of many stored
-slabs; `verify` reads each of them once, whatever the number of ranks. Works without MPI: comm=None.
+No byte is handed out that was not verified. In an archive a block lies packed; what is verified is the block itself.
+Reading is not collective: fetch.py reads for all ranks together, each block once. Works without MPI: comm=None.
 """
 
 from __future__ import annotations
 
+import math
 import os
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpcllm.checkpoint.directory import Directory, Stored, read_directory
-from hpcllm.checkpoint.layout import STORED_AS, Attribute, as_bytes
-from hpcllm.checkpoint.slabs import Slab, fits, overlap, part_of, runs, share, whole
+from hpcllm.checkpoint.blocks import block_shape, touching
+from hpcllm.checkpoint.directory import PACKED_WORDS, Directory, Stored, Tables, make_directory, read_tables
+from hpcllm.checkpoint.layout import STORED_AS, Attribute, as_bytes, checksum
+from hpcllm.checkpoint.packing import unpack
+from hpcllm.checkpoint.regular import open_regular, read_at
+from hpcllm.checkpoint.slabs import Slab, fits, intersection, part_of, stretch, whole
 from hpcllm.errors import CheckpointError
+from hpcllm.together import on_root, raise_together
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-T = TypeVar("T")
-
-_REQUEST_BYTES = 1 << 23
-
 
 class Checkpoint:
-    """An open checkpoint; close it, or use it in a `with` statement. Reading is not collective, `verify` is."""
+    """An open checkpoint; close it, or use it in a `with` statement."""
 
     def __init__(self, path: Path, comm: MPI.Intracomm | None, directory: Directory, descriptor: int) -> None:
         self.path = path
@@ -45,24 +44,22 @@ class Checkpoint:
         self.attributes: Mapping[str, Attribute] = directory.attributes
         self.file_bytes = directory.file_bytes
         self._descriptor = descriptor
-        self._verified: set[str] = set()  # datasets of which every byte was, by this rank or another one
 
     @classmethod
     def open(cls, path: Path, comm: MPI.Intracomm | None = None) -> Checkpoint:
         """Check all but the tensors, on rank 0. Collective over comm. Raises CheckpointError on all ranks."""
-        directory = on_root(comm, lambda: read_directory(path))
         descriptor, error = -1, None
         try:
-            descriptor = os.open(path, os.O_RDONLY)
-        except OSError as fault:
-            error = CheckpointError(f"cannot read {path}: {fault.strerror}")
-        checkpoint = cls(path, comm, directory, descriptor)
+            descriptor = open_regular(path)
+        except CheckpointError as fault:
+            error = fault
         try:
             raise_together(comm, error)
-        except CheckpointError:
-            checkpoint.close()
+            return cls(path, comm, make_directory(_tables_of_root(descriptor, path, comm)), descriptor)
+        except BaseException:
+            if descriptor >= 0:
+                os.close(descriptor)
             raise
-        return checkpoint
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -77,22 +74,34 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def read(self, slab: Slab) -> np.ndarray:
-        """The slab's elements, in its shape and the stored type (bfloat16 as uint16). Not collective.
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is an archive."""
+        return any(stored.packed is not None for stored in self.datasets.values())
 
-        Raises CheckpointError if the slab is not in the file or a stored slab that it touches has changed.
-        """
+    def stored(self, slab: Slab) -> Stored:
+        """The dataset that has the slab. Raises CheckpointError if there is none."""
         stored = self.datasets.get(slab.dataset)
         if stored is None or not fits(slab, stored.spec.shape):
             has = f"has shape {stored.spec.shape}" if stored else "is not in the file"
             raise CheckpointError(f"{self.path}: cannot read {slab}: {slab.dataset} {has}")
+        return stored
+
+    def read(self, slab: Slab) -> np.ndarray:
+        """The slab's elements, in its shape and the stored type (bfloat16 as uint16). Not collective.
+
+        Raises CheckpointError if the slab is not in the file or a block that it touches has changed.
+        """
+        stored = self.stored(slab)
         values = np.empty(slab.shape, dtype=STORED_AS[stored.spec.dtype])
-        self._fill(as_bytes(values), slab, stored)
-        for inner, crc in stored.checksums:
-            if (part := part_of(inner, slab)) is not None:
-                self._compare(inner, zlib.crc32(as_bytes(np.ascontiguousarray(values[part]))), crc)
-            elif slab.dataset not in self._verified and overlap(inner, slab):
-                self._verify(inner, crc)
+        for index in touching(slab, stored.spec.shape, stored.spec.item_bytes):
+            block = stored.block(index)
+            both = intersection(slab, block)
+            place = stretch(block, slab) if both == block else None
+            if place is not None:
+                self._fill(stored, index, as_bytes(values.reshape(-1)[place : place + block.elements]))
+            else:
+                values[part_of(both, slab)] = self.read_block(slab.dataset, index)[part_of(both, block)]
         return values
 
     def read_whole(self, dataset: str) -> np.ndarray:
@@ -101,78 +110,83 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {dataset} is not in the file")
         return self.read(whole(dataset, self.datasets[dataset].spec.shape))
 
-    def verify(self, kind: str = "") -> None:
-        """Check every byte of the tensors of a kind, or of all; the ranks share the work. Collective over comm.
+    def read_block(self, dataset: str, index: int) -> np.ndarray:
+        """A block of a dataset, in its shape and the stored type. Not collective, for any thread.
 
-        kind: "model", "optimizer/exp_avg", ...; the same on all ranks. Raises CheckpointError on all ranks, naming the
-        first damaged slab of each rank that found one.
+        Raises CheckpointError.
         """
-        names = [name for name in self.datasets if name.startswith(f"{kind}/" if kind else "")]
-        slabs = [checksum for name in names for checksum in self.datasets[name].checksums]
-        rank, ranks = (self.comm.rank, self.comm.size) if self.comm else (0, 1)
-        error = None
+        stored = self.datasets[dataset]
+        values = np.empty(stored.block(index).shape, dtype=STORED_AS[stored.spec.dtype])
+        self._fill(stored, index, as_bytes(values))
+        return values
+
+    def fill(self, block: Slab, out: memoryview) -> None:
+        """Read a block, given as its slab, into `out`, its bytes. Not collective, for any thread.
+
+        Raises CheckpointError.
+        """
+        stored = self.datasets[block.dataset]
+        self._fill(stored, next(touching(block, stored.spec.shape, stored.spec.item_bytes)), out)
+
+    def _fill(self, stored: Stored, index: int, out: memoryview) -> None:
+        """Read a block into its bytes `out`, and check it."""
+        if stored.packed is None:
+            self._pread(stored, index, out, stored.extent(index)[0])
+        else:
+            self._unpack(stored, index, out, stored.packed[index])
+        self._compare(stored, index, checksum(out), int(stored.checksums[index]))
+
+    def _unpack(self, stored: Stored, index: int, out: memoryview, packed: np.ndarray) -> None:
+        offset, length, xxh3 = map(int, packed)
+        what, spec = self._name(stored, index), stored.spec
+        chunk_bytes = spec.item_bytes * math.prod(block_shape(spec.shape, spec.item_bytes))
+        if length > chunk_bytes:
+            raise CheckpointError(f"{self.path}: {what} is packed into {length:,} bytes; valid: up to {chunk_bytes:,}")
+        chunk = memoryview(bytearray(length))
+        self._pread(stored, index, chunk, offset)
+        self._compare(stored, index, checksum(chunk), xxh3)
         try:
-            for at in share([slab.elements for slab, _ in slabs], rank, ranks):
-                self._verify(*slabs[at])
-        except CheckpointError as fault:
-            error = fault
-        raise_together(self.comm, error)
-        self._verified.update(names)
+            unpack(chunk, out, spec.item_bytes, chunk_bytes)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {what} {error}") from error
 
-    def _verify(self, slab: Slab, crc: int) -> None:
-        now = 0
-        for piece in self._pieces(slab, self.datasets[slab.dataset]):
-            now = zlib.crc32(piece, now)
-        self._compare(slab, now, crc)
-
-    def _pieces(self, slab: Slab, stored: Stored) -> Iterator[bytearray]:
-        for offset, length in runs(slab, stored.spec.shape, STORED_AS[stored.spec.dtype].itemsize):
-            for begin in range(0, length, _REQUEST_BYTES):
-                count = min(_REQUEST_BYTES, length - begin)
-                piece = bytearray(count)
-                self._pread(memoryview(piece), stored.offset + offset + begin, slab.dataset)
-                yield piece
-
-    def _fill(self, out: memoryview, slab: Slab, stored: Stored) -> None:
-        done = 0
-        for offset, length in runs(slab, stored.spec.shape, STORED_AS[stored.spec.dtype].itemsize):
-            self._pread(out[done : done + length], stored.offset + offset, slab.dataset)
-            done += length
-
-    def _pread(self, out: memoryview, offset: int, dataset: str) -> None:
-        done = 0
-        while done < len(out):
-            try:
-                count = os.preadv(self._descriptor, [out[done : done + _REQUEST_BYTES]], offset + done)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot read {dataset}: {error.strerror}") from error
-            if count == 0:
-                raise CheckpointError(f"{self.path}: ends at byte {offset + done}, inside {dataset}; it was cut")
-            done += count
-
-    def _compare(self, slab: Slab, now: int, then: int) -> None:
-        if now != then:
+    def _pread(self, stored: Stored, index: int, out: memoryview, offset: int) -> None:
+        try:
+            count = read_at(self._descriptor, out, offset)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot read {self._name(stored, index)}: {error.strerror}") from error
+        if count < len(out):
             raise CheckpointError(
-                f"{self.path}: {slab.dataset} from {slab.start}, shape {slab.shape}, has changed since it was written: "
-                f"crc32 {now:08x}, written as {then:08x}"
+                f"{self.path}: ends at byte {offset + count:,}, inside {self._name(stored, index)}; it was cut"
             )
 
+    def _compare(self, stored: Stored, index: int, now: int, then: int) -> None:
+        if now != then:
+            raise CheckpointError(
+                f"{self.path}: {self._name(stored, index)} has changed since it was written: XXH3 {now:016x}, written "
+                f"as {then:016x}"
+            )
 
-def on_root(comm: MPI.Intracomm | None, function: Callable[[], T]) -> T:
-    """together.on_root, or just the call where there is no MPI."""
+    @staticmethod
+    def _name(stored: Stored, index: int) -> str:
+        block = stored.block(index)
+        return f"{stored.name} from {block.start}, shape {block.shape},"
+
+
+def _tables_of_root(descriptor: int, path: Path, comm: MPI.Intracomm | None) -> Tables:
+    """What rank 0 found in the file, on all ranks. Collective over comm. Raises CheckpointError on all ranks."""
+    tables: list[Tables] = []
+
+    def read() -> tuple[bytes, int, bool]:
+        tables.append(read_tables(descriptor, path))
+        return tables[0].index, len(tables[0].checksums), tables[0].packed is not None
+
+    index, blocks, is_archive = on_root(comm, read)
     if comm is None:
-        return function()
-    from hpcllm import together
-
-    return together.on_root(comm, function)
-
-
-def raise_together(comm: MPI.Intracomm | None, error: Exception | None) -> None:
-    """together.raise_together, or just the raise where there is no MPI."""
-    if comm is None:
-        if error:
-            raise error
-        return
-    from hpcllm import together
-
-    together.raise_together(comm, error)
+        return tables[0]
+    packed = np.empty((blocks, PACKED_WORDS), "<u8") if is_archive else None
+    shared = tables[0] if tables else Tables(index, np.empty(blocks, "<u8"), packed)
+    comm.Bcast(as_bytes(shared.checksums), root=0)
+    if shared.packed is not None:
+        comm.Bcast(as_bytes(shared.packed), root=0)
+    return shared

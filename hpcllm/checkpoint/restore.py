@@ -6,41 +6,27 @@
     master                 /optimizer/master, else /model
     moments                /optimizer/exp_avg, /optimizer/exp_avg_sq
 
-Any layout reads what any other wrote: a rank asks for the ranges that it has, as slabs of global tensors, and reads
-the bytes of those. What is in the file: state.py.
+Any layout reads what any other wrote: a rank asks for the ranges that it has, as slabs of global tensors, and gets
+those; see fetch.py. Where the stored type is the one asked for, a value goes from the file to its place, at most by way
+of a message. What is in the file: state.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
+from hpcllm.checkpoint.facts import RunFacts, facts
 from hpcllm.checkpoint.layout import MASTER, MODEL, TOKENIZER
 from hpcllm.checkpoint.pieces import Shape, Shards
-from hpcllm.checkpoint.reader import Checkpoint, raise_together
+from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.slabs import Slab
+from hpcllm.checkpoint.tensors import fill
 from hpcllm.errors import CheckpointError
 from hpcllm.optim.pieces import Piece
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """What a checkpoint says of its run, the tensors aside."""
-
-    step: int
-    position: int
-    seed: int
-    updates: int
-    loss_scale: float
-    good_steps: int
-    config: dict[str, Any]  # for config.from_tables
-    mesh: dict[str, int]
+from hpcllm.together import raise_together
 
 
 def restore(checkpoint: Checkpoint, shards: Shards, pieces: Sequence[Piece]) -> RunFacts:
@@ -52,18 +38,18 @@ def restore(checkpoint: Checkpoint, shards: Shards, pieces: Sequence[Piece]) -> 
     or what is damaged.
     """
     error = None
+    wanted: list[tuple[Slab, Tensor]] = []
     try:
         keeps_master = any(piece.kind == MASTER for piece in pieces)
         stored = [dataclasses.replace(piece, kind=_source(checkpoint, piece, keeps_master)) for piece in pieces]
         for kind in sorted({piece.kind for piece in stored}):
             check_names(checkpoint, kind, shards.shapes)
-        for piece in stored:
-            for slab, values in shards.slabs(piece):
-                _copy(checkpoint, slab, values)
+        wanted = [pair for piece in stored for pair in shards.slabs(piece)]
         known = facts(checkpoint)
     except CheckpointError as fault:
         error = fault
     raise_together(checkpoint.comm, error)
+    fill(checkpoint, wanted)
     return known
 
 
@@ -81,32 +67,8 @@ def read_model(
     except CheckpointError as fault:
         error = fault
     raise_together(checkpoint.comm, error)
-    if checkpoint.comm and checkpoint.comm.size > 1:
-        checkpoint.verify(MODEL)  # once for all ranks; alone, `read` does it on the way
-    try:
-        for name, (start, tensor) in tensors.items():
-            _copy(checkpoint, Slab(f"{MODEL}/{name}", start, tuple(tensor.shape)), tensor)
-    except CheckpointError as fault:
-        error = fault
-    raise_together(checkpoint.comm, error)
-
-
-def facts(checkpoint: Checkpoint) -> RunFacts:
-    """Step, position, seed, config and mesh. Not collective. Raises CheckpointError if the file is of no run."""
-    attributes = checkpoint.attributes
-    try:
-        return RunFacts(
-            step=int(attributes["run/step"]),
-            position=int(attributes["data/position"]),
-            seed=int(attributes["rng/seed"]),
-            updates=int(attributes["run/updates"]),
-            loss_scale=float(attributes["run/loss_scale"]),
-            good_steps=int(attributes["run/good_steps"]),
-            config=tomllib.loads(str(attributes["run/config"])),
-            mesh={key[9:]: int(value) for key, value in attributes.items() if key.startswith("run/mesh/")},
-        )
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint.path} is not of a training run: {error!r}") from error
+    boxes = {name: Slab(f"{MODEL}/{name}", start, tuple(tensor.shape)) for name, (start, tensor) in tensors.items()}
+    fill(checkpoint, [(boxes[name], tensor) for name, (_, tensor) in tensors.items()])
 
 
 def tokenizer_json(checkpoint: Checkpoint) -> str:
@@ -139,9 +101,3 @@ def check_names(checkpoint: Checkpoint, kind: str, shapes: Mapping[str, Shape]) 
     if faults:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise CheckpointError(f"{checkpoint.path} does not fit the model: {'; '.join(faults[:3])}{more}")
-
-
-@torch.no_grad()
-def _copy(checkpoint: Checkpoint, slab: Slab, out: Tensor) -> None:
-    values = torch.from_numpy(checkpoint.read(slab))
-    out.copy_(values.view(torch.bfloat16) if checkpoint.datasets[slab.dataset].spec.dtype == "bfloat16" else values)

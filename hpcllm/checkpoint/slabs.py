@@ -79,6 +79,27 @@ def overlap(one: Slab, other: Slab) -> bool:
     return all(max(s, t) < min(s + n, t + m) for s, n, t, m in axes)
 
 
+def intersection(one: Slab, other: Slab) -> Slab:
+    """The elements that two slabs of one dataset share; a slab without elements if there are none."""
+    start = tuple(max(s, t) for s, t in zip(one.start, other.start, strict=True))
+    ends = (min(s + n, t + m) for s, n, t, m in zip(one.start, one.shape, other.start, other.shape, strict=True))
+    return Slab(one.dataset, start, tuple(max(end - s, 0) for s, end in zip(start, ends, strict=True)))
+
+
+def stretch(inner: Slab, outer: Slab) -> int | None:
+    """Where `inner`, inside `outer`, begins in outer's elements in C order; None if other elements lie between its own.
+
+    Then it is elements stretch .. stretch + inner.elements of an array of outer's shape.
+    """
+    axes = [axis for axis, (n, m) in enumerate(zip(inner.shape, outer.shape, strict=True)) if n != m]
+    if axes and any(n != 1 for n in inner.shape[: axes[-1]]):
+        return None
+    place = 0
+    for s, t, m in zip(inner.start, outer.start, outer.shape, strict=True):
+        place = place * m + s - t
+    return place
+
+
 def uncovered(global_shape: tuple[int, ...], slabs: Iterable[Slab]) -> str | None:
     """None if the slabs hold every element exactly once; otherwise which element (the first in C order) is held
     how often. Slabs must fit (see `fits`); those without elements hold nothing.

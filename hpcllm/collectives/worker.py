@@ -103,4 +103,4 @@ class Worker:
 @cache
 def _thread(lane: str) -> ThreadPoolExecutor:
     """Its sums must not bring a second team of OpenMP threads to the cores that the backward pass uses."""
-    return ThreadPoolExecutor(1, f"collectives {lane}", initializer=lambda: torch.set_num_threads(1))
+    return ThreadPoolExecutor(1, f"hpcllm {lane}", initializer=lambda: torch.set_num_threads(1))

@@ -1,17 +1,14 @@
-"""Which checkpoints of a run are found, kept and swept."""
+"""Which checkpoints of a run are found."""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from hpcllm.checkpoint.folder import file_name, keep_newest, newest_first, newest_valid, step_of
-from hpcllm.errors import CheckpointError
+from hpcllm.checkpoint.folder import DAMAGED, file_name, load_newest, newest_first, step_of
+from hpcllm.checkpoint.reader import Checkpoint
+from hpcllm.errors import CheckpointError, ConfigError
 
 
 def fill(folder, write_alone, steps):
@@ -37,11 +34,12 @@ def test_other_names_are_no_checkpoints(tmp_path, name):
 
 
 def found_in(folder: Path) -> tuple[Path | None, list[str]]:
-    checkpoint, passed_over = newest_valid(folder)
-    if checkpoint is None:
-        return None, passed_over
-    with checkpoint:
-        return checkpoint.path, passed_over
+    def load(checkpoint: Checkpoint) -> Path:
+        for name in checkpoint.datasets:
+            checkpoint.read_whole(name)
+        return checkpoint.path
+
+    return load_newest(folder, None, load)
 
 
 def test_the_newest_is_by_step_and_not_by_time_or_letters(tmp_path, write_alone):
@@ -52,7 +50,6 @@ def test_the_newest_is_by_step_and_not_by_time_or_letters(tmp_path, write_alone)
 def test_no_folder_and_no_checkpoint_are_no_error(tmp_path):
     assert found_in(tmp_path / "none") == (None, [])
     assert found_in(tmp_path) == (None, [])
-    assert keep_newest(tmp_path, 1) == []
 
 
 def test_damaged_ones_are_passed_over_and_named(tmp_path, write_alone):
@@ -62,49 +59,39 @@ def test_damaged_ones_are_passed_over_and_named(tmp_path, write_alone):
     found, passed_over = found_in(tmp_path)
     assert found == paths[3]
     assert [line.split()[0] for line in passed_over] == [paths[4].name]
-    for step in (1, 3):
-        spoil(paths[step])
-    found, passed_over = found_in(tmp_path)
-    assert found is None
-    assert len(passed_over) == 4
+    assert not paths[4].exists()
+    assert (tmp_path / f"{paths[4].name}{DAMAGED}").exists(), "it is not to count as one of the newest that stay"
+    assert found_in(tmp_path) == (paths[3], [])
 
 
-@pytest.mark.parametrize("keep", [1, 2, 3, 4, 9])
-def test_the_newest_stay(tmp_path, write_alone, keep):
+def test_nothing_begins_anew_where_no_checkpoint_is_sound(tmp_path, write_alone):
     paths = fill(tmp_path, write_alone, [1, 2, 3, 4])
-    assert keep_newest(tmp_path, keep) == [paths[step] for step in range(1, 5 - keep)]
-    assert newest_first(tmp_path) == [paths[step] for step in range(4, max(0, 4 - keep), -1)]
+    for path in paths.values():
+        spoil(path)
+    with pytest.raises(CheckpointError, match=r"none that can be loaded: step_00000004\.h5 .*and 1 more.* --restart"):
+        found_in(tmp_path)
+    assert all(path.exists() for path in paths.values())
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-def test_a_damaged_newest_does_not_cost_the_last_sound_one(tmp_path, write_alone, keep):
-    paths = fill(tmp_path, write_alone, [1, 2, 3])
-    spoil(paths[3])
-    keep_newest(tmp_path, keep)
-    assert found_in(tmp_path)[0] == paths[2]
-    assert paths[1].exists() == (keep == 2)
+def test_what_is_no_damage_ends_the_search(tmp_path, write_alone):
+    paths = fill(tmp_path, write_alone, [1, 2])
+    tried = []
+
+    def load(checkpoint: Checkpoint) -> None:
+        tried.append(checkpoint.path)
+        raise ConfigError("another model")
+
+    with pytest.raises(ConfigError, match="another model"):
+        load_newest(tmp_path, None, load)
+    assert tried == [paths[2]]
 
 
-def test_to_keep_none_is_refused(tmp_path, write_alone):
-    paths = fill(tmp_path, write_alone, [1])
-    with pytest.raises(CheckpointError, match="keep = 0"):
-        keep_newest(tmp_path, 0)
-    assert paths[1].exists()
-
-
-def test_only_what_dead_writers_left_is_swept(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        ended.wait()
-    host, here = socket.gethostname(), f"step_00000001.h5.tmp-{socket.gethostname()}"
-    swept = [f"{here}-{ended.pid}-0123abcd", "step_00000002.h5.tmp-far-7-0123abcd"]
-    stays = [
-        f"{here}-{os.getpid()}-0123abcd",  # at work
-        "step_00000001.h5.tmp-far-7-0123abcd",  # perhaps at work, on another node
-        f"step_00000001.h5.tmp-{host}-{ended.pid}",  # not a name of ours
-        f"notes.tmp-{host}-{ended.pid}-0123abcd",
-    ]
-    for name in [*swept, *stays]:
-        (tmp_path / name).touch()
-    os.utime(tmp_path / swept[1], (0, 0))
-    keep_newest(tmp_path, 1)
-    assert sorted(os.listdir(tmp_path)) == sorted(stays)
+def test_damage_in_a_tensor_is_found_by_the_load_itself(tmp_path, write_alone):
+    paths = fill(tmp_path, write_alone, [1, 2])
+    with Checkpoint.open(paths[2]) as checkpoint, paths[2].open("r+b") as file:
+        file.seek(checkpoint.datasets["model/bias"].offset)
+        file.write(b"\xff" * 8)
+    found, passed_over = found_in(tmp_path)
+    assert found == paths[1]
+    assert "step_00000002.h5 is passed over" in passed_over[0]
+    assert "model/bias from (0,), shape (5,), has changed" in passed_over[0]

@@ -19,7 +19,8 @@ from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.claim import claim_run
 from hpcllm.config import Config
 from hpcllm.data.prepare import PrepareOptions, prepare
-from hpcllm.resume import resume, save_run
+from hpcllm.resume import resume
+from hpcllm.saving import open_saving
 from hpcllm.step import forward_backward
 
 LAYOUTS = {
@@ -85,13 +86,16 @@ def test_what_one_layout_wrote_another_writes_again(comm, folder, compute):
     for number, layout in enumerate(LAYOUTS[comm.size]):
         with assemble(run_config(folder, compute, layout), comm) as parts:
             with claim_run(comm, parts.run_folder, restart=False) as claim:
-                step, position, path = resume(parts)
+                step, position, _ = resume(parts)
                 parallel_assert((step, position) == (number, 12 * number))
                 if number == 0:
                     parts.gradients.begin(0, True)
                     forward_backward(parts, 0, 0)
                     parts.optimizer.update(1e-2, 1.0)
-                path = save_run(parts, claim, number + 1, position + 12)
+                with open_saving(parts, claim, None, None) as saving:
+                    saving.save(number + 1, position + 12, None)
+                    saving.finish()
+            path = saving.newest
             files.append(written(path))
         parallel_assert(len(newest_first(path.parent)) == number + 1)
         same = [name for name in files[0] if files[-1][name] == files[0][name]]

@@ -9,12 +9,14 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import pytest
 from pytest_mpi import parallel_assert
+from small_checkpoints import own_attributes, verify, write_slabs
 
-from hpcllm.checkpoint.folder import newest_valid
+from hpcllm.checkpoint import blocks
+from hpcllm.checkpoint.fetch import fetch
+from hpcllm.checkpoint.folder import load_newest
 from hpcllm.checkpoint.layout import DatasetSpec
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.slabs import Slab, overlap, whole
-from hpcllm.checkpoint.writer import write
 from hpcllm.errors import CheckpointError
 
 SIZES = [1, 2, 3, 4]
@@ -39,13 +41,13 @@ def test_random_splits_write_and_read_the_same_bits(comm, shared_path, partition
         pieces = partition(rng, "a/w", shape, int(rng.integers(8)))
         mine = {s: np.ascontiguousarray(tensor[index_of(s)]) for s in pieces[comm.rank :: comm.size]}
         specs = {"a/w": DatasetSpec(shape, "float32")} if mine else {}
-        report = write(shared_path / f"{case}.h5", comm, specs, mine, {"case": case})
+        report = write_slabs(shared_path / f"{case}.h5", comm, specs, mine, {"case": case})
         assert report.bytes == tensor.nbytes
         with Checkpoint.open(report.path, comm) as checkpoint:
-            checkpoint.verify()
+            verify(checkpoint)
             others = partition(rng, "a/w", shape, 5)
             same = [np.array_equal(checkpoint.read(s), tensor[index_of(s)]) for s in others]
-            parallel_assert(all(same) and checkpoint.attributes == {"case": case})
+            parallel_assert(all(same) and own_attributes(checkpoint.attributes) == {"case": case})
     parallel_assert(len(os.listdir(shared_path)) == 5)
 
 
@@ -58,7 +60,7 @@ def test_damage_is_found_by_every_rank_at_once(comm, shared_path, split):
     part = tensor[tuple(slice(s, s + n) for s, n in zip(slab.start, slab.shape, strict=True))]
     spec = {"w": DatasetSpec(shape, "float32")}
     for step in (1, 2, 3):
-        write(shared_path / f"step_{step:08d}.h5", comm, spec, {slab: np.ascontiguousarray(part)}, {})
+        write_slabs(shared_path / f"step_{step:08d}.h5", comm, spec, {slab: np.ascontiguousarray(part)}, {})
     if comm.rank == 0:
         with (shared_path / "step_00000003.h5").open("r+b") as file:
             file.truncate(6000)
@@ -66,36 +68,47 @@ def test_damage_is_found_by_every_rank_at_once(comm, shared_path, split):
             file.seek(two.datasets["w"].offset + 4 * 777)
             file.write(b"\xff")
     comm.Barrier()
-    checkpoint, passed_over = newest_valid(shared_path, comm)
+
+    def load(checkpoint: Checkpoint) -> bool:
+        values = np.empty_like(part, order="C")
+        fetch(checkpoint, [(slab, values)])
+        return checkpoint.path == shared_path / "step_00000001.h5" and np.array_equal(values, part)
+
+    found, passed_over = load_newest(shared_path, comm, load)
     parallel_assert("00000003" in passed_over[0] and "cut" in passed_over[0])
     parallel_assert("00000002" in passed_over[1] and " w from " in passed_over[1])
-    with checkpoint:
-        parallel_assert(checkpoint.path == shared_path / "step_00000001.h5")
-        parallel_assert(np.array_equal(checkpoint.read(slab), part))
+    parallel_assert(found)
 
 
 @pytest.mark.parallel(SIZES)
 @pytest.mark.parametrize(("wrote", "reads"), [(rows_of, columns_of), (columns_of, rows_of), (rows_of, rows_of)])
-def test_no_byte_is_handed_out_unverified(comm, shared_path, wrote, reads):
-    """Whatever split reads, one wrong byte is found by each rank whose part lies in the stored slab that has it."""
-    shape = (24, 18)
+def test_no_byte_is_handed_out_unverified(comm, shared_path, monkeypatch, wrote, reads):
+    """Alone, a rank finds damage in the blocks that it touches; together, all learn of it and who has read it."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 4 * 18 * 5)
+    shape, hurt = (24, 18), Slab("w", (5, 0), (5, 18))
     tensor = np.arange(24 * 18, dtype="f4").reshape(shape)
     mine = wrote(comm.rank, comm.size, shape)
     values = np.ascontiguousarray(tensor[tuple(slice(s, s + n) for s, n in zip(mine.start, mine.shape, strict=True))])
-    path = write(shared_path / "x.h5", comm, {"w": DatasetSpec(shape, "float32")}, {mine: values}, {}).path
-    hurt = (3, 2)  # held by rank 0 of either split
+    path = write_slabs(shared_path / "x.h5", comm, {"w": DatasetSpec(shape, "float32")}, {mine: values}, {}).path
     if comm.rank == 0:
         with Checkpoint.open(path) as one, path.open("r+b") as file:
-            file.seek(one.datasets["w"].offset + 4 * (hurt[0] * shape[1] + hurt[1]))
+            file.seek(one.datasets["w"].offset + 4 * (7 * shape[1] + 2))
             file.write(b"\xff\xff\xff\xff")
     comm.Barrier()
     wanted = reads(comm.rank, comm.size, shape)
     with Checkpoint.open(path, comm) as checkpoint:
-        touches = overlap(wanted, wrote(0, comm.size, shape))
-        with pytest.raises(CheckpointError, match="w from") if touches else nullcontext():
+        damage = r"w from \(5, 0\), shape \(5, 18\), has changed"
+        with pytest.raises(CheckpointError, match=damage) if overlap(wanted, hurt) else nullcontext():
             checkpoint.read(wanted)
-        with pytest.raises(CheckpointError, match="w from"):
-            checkpoint.verify()
+        with pytest.raises(CheckpointError, match=damage):
+            verify(checkpoint)
+        out = np.empty(wanted.shape, "f4")
+        with pytest.raises(CheckpointError, match=rf"1 of {comm.size} ranks failed: rank \d.*{damage}"):
+            fetch(checkpoint, [(wanted, out)])
+        sound = [s for s in (Slab("w", (row, 3), (1, 9)) for row in range(24)) if not overlap(s, hurt)]
+        pairs = [(s, np.empty(s.shape, "f4")) for s in sound[comm.rank :: comm.size]]
+        fetch(checkpoint, pairs)
+        parallel_assert(all((row[0] == tensor[s.start[0], 3:12]).all() for s, row in pairs))
 
 
 @contextmanager
@@ -111,23 +124,23 @@ def files_no_larger_than(limit_bytes: int):
 
 @pytest.mark.parallel(SIZES)
 def test_one_full_disk_is_an_error_on_all_and_the_old_file_stays(comm, shared_path):
-    shape, path = (1 << 18,), shared_path / "step_00000001.h5"
+    shape, path = (1 << 22,), shared_path / "step_00000001.h5"
     slab = rows_of(comm.rank, comm.size, shape)
     spec = {"w": DatasetSpec(shape, "float32")}
-    write(path, comm, spec, {slab: np.full(slab.shape, 1, "f4")}, {})
+    write_slabs(path, comm, spec, {slab: np.full(slab.shape, 1, "f4")}, {})
     last = comm.rank == comm.size - 1
     with (
         files_no_larger_than(1 << 16) if last else files_no_larger_than(1 << 40),
         pytest.raises(CheckpointError) as caught,
     ):
-        write(path, comm, spec, {slab: np.full(slab.shape, 2, "f4")}, {})
+        write_slabs(path, comm, spec, {slab: np.full(slab.shape, 2, "f4")}, {})
     told = f"rank {comm.size - 1}" if comm.size > 1 else "cannot create"
     parallel_assert(told in str(caught.value) and "step_00000001.h5" in str(caught.value))
     parallel_assert("File too large" in str(caught.value) or comm.size == 1)
     comm.Barrier()
     parallel_assert(os.listdir(shared_path) == [path.name])
     with Checkpoint.open(path, comm) as checkpoint:
-        checkpoint.verify()
+        verify(checkpoint)
         parallel_assert((checkpoint.read_whole("w") == 1).all())
 
 
@@ -135,12 +148,12 @@ def test_one_full_disk_is_an_error_on_all_and_the_old_file_stays(comm, shared_pa
 def test_ranks_that_disagree_are_told(comm, shared_path):
     shape = (4 + (comm.rank == 1),)
     with pytest.raises(CheckpointError, match="ranks disagree on w"):
-        write(shared_path / "x.h5", comm, {"w": DatasetSpec(shape, "float32")}, {}, {})
+        write_slabs(shared_path / "x.h5", comm, {"w": DatasetSpec(shape, "float32")}, {}, {})
     doubled = {whole("w", (4,)): np.zeros(4, "f4")}
     with pytest.raises(CheckpointError, match=rf"element \(0,\) is held {comm.size} times"):
-        write(shared_path / "x.h5", comm, {"w": DatasetSpec((4,), "float32")}, doubled, {})
-    wrong = {whole("w", (4,)): np.zeros(4, "f8" if comm.rank == 1 else "f4")}
+        write_slabs(shared_path / "x.h5", comm, {"w": DatasetSpec((4,), "float32")}, doubled, {})
+    wrong = {whole("w", (4,)): np.zeros(4, "f8")} if comm.rank == 1 else {}
     with pytest.raises(CheckpointError, match=r"rank 1: .* has float64"):
-        write(shared_path / "x.h5", comm, {"w": DatasetSpec((4,), "float32")}, wrong, {})
+        write_slabs(shared_path / "x.h5", comm, {"w": DatasetSpec((4,), "float32")}, wrong, {})
     comm.Barrier()
     parallel_assert(os.listdir(shared_path) == [])

@@ -1,0 +1,157 @@
+"""Checkpoints that are written behind the training: a step pays for a copy in memory, a thread for the file.
+
+    main thread   step | wait for the last write | copy | step | step | step: are all ranks done? | step ...
+                                                     |                        ^
+    host memory                       [ model | moments | surplus ]           |       one buffer, used again
+                                                     |                        |
+    thread                                           plan (once), write, tidy-'       on a communicator of its own
+
+Every rank begins a write after the same step, and looks at its end after the same step too: whether a rank is done goes
+through the sum that ends each step anyway. A write that failed raises on all ranks what all of them were told; a rank
+that failed alone raises at once, and the job ends there. Needs MPI_THREAD_MULTIPLE: where the library gives less, and
+with `asynchronous` off, the same write is made in the loop, from the memory itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from mpi4py import MPI
+
+from hpcllm.checkpoint.layout import Attribute
+from hpcllm.checkpoint.plan import Plan
+from hpcllm.checkpoint.slabs import Slab
+from hpcllm.checkpoint.state import Holdings, arrays_of
+from hpcllm.checkpoint.writer import Settings, WriteReport, prepare, write
+from hpcllm.collectives.worker import can_thread, run_in_order
+from hpcllm.errors import HpcllmError
+from hpcllm.together import on_root
+
+LANE = "checkpoint"
+ALIGN_BYTES = 64
+TELL_EVERY_S = 10.0
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint that is whole and has its name."""
+
+    step: int
+    report: WriteReport
+    seconds: float  # from the copy to the end, with what is tidied away after the file has its name
+    waited_s: float  # in which this rank did not train: for the write before, and for the copy
+
+    @property
+    def path(self) -> Path:
+        return self.report.path
+
+
+@dataclass
+class _Underway:
+    step: int
+    path: Path
+    began_s: float
+    waited_s: float
+    result: Future[tuple[WriteReport, float]]  # and when it was over
+
+
+@dataclass
+class Background:
+    """Writes one checkpoint at a time. comm: nobody else's, for the thread.
+
+    check: called on rank 0 before a write and before the file gets its name; tidy: after it, and what it returns is a
+    note for people. Both in the thread.
+    """
+
+    comm: MPI.Intracomm
+    settings: Settings
+    asynchronous: bool
+    check: Callable[[], None]
+    tidy: Callable[[], str]
+    _plan: Plan | None = None
+    _copies: dict[Slab, torch.Tensor] = field(default_factory=dict)
+    _underway: _Underway | None = None
+
+    def __post_init__(self) -> None:
+        self.asynchronous = self.asynchronous and can_thread()
+
+    @property
+    def copy_bytes(self) -> int:
+        """Host memory that the copy takes; 0 before there is one."""
+        return sum(_room(copy) for copy in self._copies.values())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank has nothing left to do for a write that is under way. Raises what it raised here alone."""
+        if not self._underway or not self._underway.result.done():
+            return False
+        error = self._underway.result.exception()
+        if error and not (isinstance(error, HpcllmError) and error.everywhere):
+            raise error  # nobody else knows: a lone failure, which ends the job
+        return True
+
+    def begin(
+        self, step: int, path: Path, held: Holdings, attributes: Mapping[str, Attribute], goes_on: bool = True
+    ) -> Written | None:
+        """Begin to write `path` from what the ranks hold, the same slabs each time. Collective over comm.
+
+        goes_on: whether training does, so that a copy must be made. Waits for the write before and returns, or raises,
+        what became of it; None if there was none. What becomes of this one, `finish` says.
+        """
+        start_s = time.perf_counter()
+        before = self.finish()
+        began_s = time.perf_counter()
+        tensors = self._copied(held.tensors) if goes_on and self.asynchronous else held.tensors
+
+        def job() -> tuple[WriteReport, float]:
+            on_root(self.comm, self.check)  # before gigabytes are written in vain
+            if self._plan is None:
+                self._plan = prepare(self.comm, held.specs, held.tensors.keys())
+            report = write(path, self.comm, self._plan, arrays_of(tensors), attributes, self.settings, self.check)
+            notes = [report.note, on_root(self.comm, self.tidy)]
+            return dataclasses.replace(report, note="; ".join(filter(None, notes))), time.perf_counter()
+
+        result = run_in_order(job, self.asynchronous, LANE)
+        self._underway = _Underway(step, path, began_s, time.perf_counter() - start_s, result)
+        return before
+
+    def finish(self, tell: Callable[[str], None] = lambda _: None) -> Written | None:
+        """Wait for the write under way, if there is one. Collective over comm. Raises CheckpointError on all ranks.
+
+        tell: is given a line now and then, for a large file may take minutes, and no limit is set to it here.
+        """
+        if (now := self._underway) is None:
+            return None
+        while wait([now.result], TELL_EVERY_S).not_done:
+            tell(f"writing {now.path.name}, for {time.perf_counter() - now.began_s:.0f} s so far")
+        self._underway = None
+        report, ended_s = now.result.result()
+        return Written(now.step, report, ended_s - now.began_s, now.waited_s)
+
+    def _copied(self, tensors: Mapping[Slab, torch.Tensor]) -> dict[Slab, torch.Tensor]:
+        if not self._copies:
+            self._copies = _buffers(tensors)
+        for slab, tensor in tensors.items():
+            self._copies[slab].copy_(tensor)
+        return self._copies
+
+
+def _buffers(tensors: Mapping[Slab, torch.Tensor]) -> dict[Slab, torch.Tensor]:
+    """A tensor in host memory for each, all in one allocation."""
+    memory = torch.empty(sum(_room(tensor) for tensor in tensors.values()), dtype=torch.uint8)
+    found, place = {}, 0
+    for slab, tensor in tensors.items():
+        found[slab] = memory[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        place += _room(tensor)
+    return found
+
+
+def _room(tensor: torch.Tensor) -> int:
+    return math.ceil(tensor.nbytes / ALIGN_BYTES) * ALIGN_BYTES
