@@ -71,6 +71,10 @@ class Optimizer:
         self.settle()
         return [piece for share in self.shares for piece in share.pieces(share.section.start, share.section.end)]
 
+    def owed(self) -> dict[str, Tensor]:
+        """What error feedback of the gradients' sums owes, by what it belongs to. The worker must be idle."""
+        return {what: surplus for share in self.shares for what, surplus in share.section.owed().items()}
+
     def loaded(self, updates: int) -> None:
         """The pieces were filled, with a state that has seen so many updates. Collective over the replicas."""
         self.updates = updates

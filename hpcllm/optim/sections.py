@@ -58,6 +58,11 @@ class Section:
     def owned(self) -> int:
         return self.end - self.start
 
+    def owed(self) -> dict[str, Tensor]:
+        """What error feedback of this array's sums owes, by what it belongs to: the memory itself."""
+        found = self.summation.owed(self.flat.size, self.owned if self.sharded else None)
+        return {f"{', '.join(self.flat.names)}: {what}": surplus for what, surplus in found.items()}
+
     def views(self, array: Tensor) -> list[Tensor]:
         """The parts of (flat.size,) that belong to each parameter."""
         return list(torch.split(array, list(self.flat.sizes)))

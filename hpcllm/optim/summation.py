@@ -5,8 +5,8 @@
     others           tp, for what each of its ranks saw a part of the sequence for; both ends of the pipeline, for a
                      tied embedding
 
-A codec with error feedback keeps what it owes for the next sum, on each rank; a run that goes on from a checkpoint
-begins owing nothing. Stochastic rounding is keyed by seed, array, step, sum and rank, so a step's bits repeat.
+A codec with error feedback keeps what it owes for the next sum, on each rank; checkpoints keep that too
+(checkpoint/surplus.py). Stochastic rounding is keyed by seed, array, step, sum and rank, so a step's bits repeat.
 """
 
 from __future__ import annotations
@@ -65,6 +65,24 @@ class Summation:
         for group in self.others:
             self._allreduce(x, group, moment)
 
+    def owed(self, n: int, share: int | None) -> dict[str, torch.Tensor]:
+        """What error feedback owes between two steps, by what it belongs to; nothing without feedback.
+
+        n: values of the array. share: this replica's, where each gets its own; None: they get the whole sum.
+        """
+        if not self.codec_name.endswith(FEEDBACK):
+            return {}
+        codec = find_codec(self.codec_name.removesuffix(FEEDBACK))
+        sums = [(self.replicas, n, "allreduce" if share is None else "reduce_scatter")]
+        sums += [(group, n if share is None else share, "allreduce") for group in self.others]
+        owed = {}
+        for number, (group, values, operation) in enumerate(sums):
+            if values and group.size > 1:
+                feedback = self._feedback(group, values, codec, operation)
+                place = f"rank {group.rank} of {group.size} on {group.nodes} nodes, values {feedback.lane} of {values}"
+                owed[f"sum {number}, {operation} {feedback.algorithm}, {self.codec_name}, {place}"] = feedback.surplus
+        return owed
+
     def _allreduce(self, x: torch.Tensor, group: Group, moment: Moment) -> None:
         codec = self._codec(group, x.numel(), moment)
         if isinstance(codec, ErrorFeedback):
@@ -75,7 +93,7 @@ class Summation:
     def _codec(self, group: Group, n: int, moment: Moment, operation: str = "allreduce") -> str | Codec:
         """For n values over the group: a name, a codec with this moment's random numbers, or one with feedback."""
         name = "raw" if moment.exact else self.codec_name.removesuffix(FEEDBACK)
-        if name == "raw" or not n:
+        if name == "raw" or not n or group.size == 1:
             return "raw"
         codec = find_codec(name)
         if parse_name(name).stochastic:
@@ -84,8 +102,11 @@ class Summation:
             codec = dataclasses.replace(codec, key=int.from_bytes(digest, "big"))  # type: ignore[type-var]
         if not self.codec_name.endswith(FEEDBACK):
             return codec
-        if id(group) not in self._surplus:
-            self._surplus[id(group)] = ErrorFeedback(n, group, codec, operation)
-        feedback = self._surplus[id(group)]
+        feedback = self._feedback(group, n, codec, operation)
         feedback.codec = codec
         return feedback
+
+    def _feedback(self, group: Group, n: int, codec: Codec, operation: str) -> ErrorFeedback:
+        if id(group) not in self._surplus:
+            self._surplus[id(group)] = ErrorFeedback(n, group, codec, operation)
+        return self._surplus[id(group)]
