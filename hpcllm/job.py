@@ -3,7 +3,7 @@
 every rank fails, knowingly      rank 0 says it once, all leave with its exit code
 one rank fails alone             it says who it is and why, and ends the whole job at once (MPI_Abort)
 one rank stops answering         rank 0 says who waits for whom and ends the job (watch.py)
-SIGTERM, SIGUSR1, Ctrl-C         a flag; the loop finishes its step, saves, and leaves with exit code 0
+SIGTERM, SIGUSR1, Ctrl-C         a flag; the loop finishes its step, saves, and leaves: TO_BE_CONTINUED
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from mpi4py import MPI
 
 from hpcllm.errors import HpcllmError, UserError
 
+TO_BE_CONTINUED = 75  # exit code of a run that stopped with a checkpoint; EX_TEMPFAIL of sysexits.h: try again
+INSIST_S = 1.0  # one Ctrl-C may reach a rank twice, from the terminal and from the launcher
 GATHER_LIMIT_S = 2.0  # for ranks that make the same mistake to find each other
 FORWARD_S = 0.5  # for the launcher to pass our last words on: an abort can overtake them
 
@@ -71,9 +73,10 @@ def _abort(world: MPI.Intracomm, message: str, code: int) -> None:
 
 @dataclass
 class StopSignals:
-    """While open: a first SIGTERM, SIGUSR1 or Ctrl-C sets `received`; a second Ctrl-C interrupts."""
+    """While open: SIGTERM, SIGUSR1 and Ctrl-C set `received`; a second Ctrl-C, INSIST_S later, interrupts."""
 
     received: str = ""
+    _interrupted_s: float | None = None
     _before: dict[int, Any] = field(default_factory=dict)
 
     def __enter__(self) -> StopSignals:
@@ -94,5 +97,10 @@ class StopSignals:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+        if number != signal.SIGINT:
+            return
+        now_s = time.monotonic()
+        if self._interrupted_s is None:
+            self._interrupted_s = now_s
+        elif now_s - self._interrupted_s > INSIST_S:
+            raise KeyboardInterrupt

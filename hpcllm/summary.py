@@ -25,7 +25,8 @@ class Summary:
     zstd19_bits_per_byte: float
     tokens_per_s: float
     checkpoint: Path | None
-    stopped_by: str  # the signal that ended the run early, or nothing
+    stopped_by: str  # what ended this start early, or nothing
+    not_requeued: str  # what keeps a run that stopped from going into the queue again, or nothing
 
     def rows(self) -> list[tuple[str, str]]:
         """(what, value) pairs, for people."""
@@ -35,7 +36,7 @@ class Summary:
         rows.append(
             ("layout", f"{self.ranks} ranks: dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, bubble {100 * self.bubble:.0f} %")
         )
-        stopped = f", stopped by {self.stopped_by}; the same command goes on" if self.stopped_by else ""
+        stopped = f", stopped by {self.stopped_by}" if self.stopped_by else ""
         more = ", the checkpoint is further than run.steps" if self.step > config.run.steps else ""
         rows.append(("steps", f"{self.step} of {config.run.steps}{more}{stopped}"))
         if math.isfinite(self.loss):
