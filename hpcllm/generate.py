@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcllm.checkpoint.facts import facts
 from hpcllm.checkpoint.layout import MODEL
-from hpcllm.checkpoint.reader import Checkpoint, on_root
-from hpcllm.checkpoint.restore import facts, read_model, tokenizer_json
+from hpcllm.checkpoint.reader import Checkpoint
+from hpcllm.checkpoint.restore import read_model, tokenizer_json
 from hpcllm.checkpoint.slabs import Slab
 from hpcllm.config import Config, DataConfig, MeshConfig, ModelConfig, from_tables
 from hpcllm.data.tokenizer import Encoder
 from hpcllm.errors import CheckpointError, ConfigError, DataError
-from hpcllm.interchange.contents import CONFIG
 from hpcllm.interchange.dtype import as_tensor
-from hpcllm.interchange.folder import Folder
+from hpcllm.interchange.folder import Folder, which
 from hpcllm.model.initialisation import allocate
 from hpcllm.model.sampling import Drawing, NextToken, Reader, alone, check_prompt, check_settings, generate
 from hpcllm.model.shapes import Shape, StageSpan, parameter_shapes, split_layers
@@ -33,6 +33,7 @@ from hpcllm.model.shards import shard_of
 from hpcllm.model.tensor_parallel import ALONE, TensorParallel, tensor_parallel
 from hpcllm.model.transformer import Decoder
 from hpcllm.precision import DTYPES
+from hpcllm.together import on_root
 
 if TYPE_CHECKING:
     from hpcllm.mesh import Mesh
@@ -52,9 +53,10 @@ def continue_prompt(
 ) -> Iterator[str]:
     """Text that continues `prompt`, up to `tokens` tokens or the end of the text: a piece a token, and one at the end.
 
-    path: a checkpoint, or a Hugging Face folder. precision: fp32, bf16 or fp16, what to compute in, whatever the
-    weights are stored in. mesh: of dp = 1, whose ranks share the model; then this is collective, each piece too, and
-    all get the same text. Same arguments, same text; on another mesh the same but for rounding.
+    path: a checkpoint, a run folder for its newest, or a Hugging Face folder. precision: fp32, bf16 or fp16, what to
+    compute in, whatever the weights are stored in. mesh: of dp = 1, whose ranks share the model; then this is
+    collective, each piece too, and all get the same text. Same arguments, same text; on another mesh the same but for
+    rounding.
 
     Raises before the first piece: DataError if there is no such file or the prompt is not Unicode, CheckpointError or
     InterchangeError if it is damaged or of no text model, ConfigError for a setting out of range, MeshError for a mesh
@@ -101,17 +103,12 @@ def _as_text(tokens: Iterator[int], tokenizer: Encoder) -> Iterator[str]:
 def _load(path: Path, dtype: torch.dtype, mesh: Mesh | None) -> tuple[Decoder, str]:
     """This rank's part of the model, and the text of its tokenizer. Collective over the mesh."""
     comm = mesh.world if mesh else None
-    if on_root(comm, lambda: _is_folder(path)):
+    path, is_folder = on_root(comm, lambda: which(path))
+    if is_folder:
         with Folder.open(path, comm) as folder:
             return _of_folder(folder, dtype, mesh), folder.tokenizer_json
     with Checkpoint.open(path, comm) as checkpoint:
         return of_checkpoint(checkpoint, dtype, mesh), on_root(comm, lambda: tokenizer_json(checkpoint))
-
-
-def _is_folder(path: Path) -> bool:
-    if not path.is_file() and not (path / CONFIG).is_file():
-        raise DataError(f"there is no checkpoint {str(path)!r}, and no folder of that name with a {CONFIG}")
-    return path.is_dir()
 
 
 def of_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype, mesh: Mesh | None) -> Decoder:

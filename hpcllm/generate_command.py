@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from hpcllm.errors import MeshError
 from hpcllm.generate import continue_prompt
+from hpcllm.launched import launched_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from hpcllm.mesh import Mesh
 
 KEYS = ("prompt", "tokens", "temperature", "top_k", "seed", "precision")
-# where launchers say how many ranks they started: Open MPI and PRRTE, MPICH and Cray PALS, srun
-LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,11 +35,6 @@ def run(arguments: argparse.Namespace) -> int:
     from hpcllm.job import run_job
 
     return run_job(lambda world: _tell_together(arguments, world))
-
-
-def launched_ranks() -> int:
-    """How many processes a launcher says it has started, without asking MPI; 1 if none says so."""
-    return max((int(value) for name in LAUNCHED if (value := os.environ.get(name, "")).isdigit()), default=1)
 
 
 def _tell_together(arguments: argparse.Namespace, world: MPI.Intracomm) -> int:

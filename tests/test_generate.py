@@ -10,6 +10,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from hpcllm.checkpoint.archive import compress
 from hpcllm.checkpoint.pieces import Shards
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.state import RunState, save
@@ -18,7 +19,7 @@ from hpcllm.config import MeshConfig, ModelConfig, from_tables, to_tables
 from hpcllm.data import tokenizer as bpe
 from hpcllm.errors import CheckpointError, ConfigError, DataError, MeshError
 from hpcllm.generate import continue_prompt, load_decoder, of_checkpoint
-from hpcllm.generate_command import LAUNCHED, launched_ranks
+from hpcllm.launched import LAUNCHED, launched_ranks
 from hpcllm.mesh import open_mesh
 from hpcllm.model.initialisation import build
 from hpcllm.model.shapes import parameter_shapes, split_layers
@@ -243,6 +244,12 @@ def test_same_seed_same_text_and_another_seed_another(random_model):
     texts = [text(random_model, tokens=40, seed=seed) for seed in (0, 1, 2)]
     assert [text(random_model, tokens=40, seed=seed) for seed in (0, 1, 2)] == texts
     assert len(set(texts)) == 3
+
+
+def test_an_archive_says_the_same_and_a_run_folder_its_newest(random_model, tmp_path):
+    newest = tmp_path / "a run" / "checkpoints" / "step_00000020.h5"
+    compress(random_model, newest, None)
+    assert text(newest.parents[1]) == text(newest) == text(random_model)
 
 
 def test_temperature_0_knows_no_seed(random_model):

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcllm.checkpoint.slabs import whole
 from hpcllm.config import ModelConfig
 from hpcllm.errors import InterchangeError
 from hpcllm.interchange.architectures import read_model
-from hpcllm.interchange.places import Place, pieces
+from hpcllm.interchange.places import Place
 from hpcllm.interchange.safetensors import DTYPES, Entry, read_header
 from hpcllm.interchange.settings import Settings
 from hpcllm.model.shapes import parameter_shapes
@@ -190,13 +189,12 @@ def _check_tied(path: Path, entries: Mapping[str, tuple[str, Entry]], embedding:
 
 
 def _same_bytes(path: Path, one: tuple[str, Entry], other: tuple[str, Entry]) -> bool:
-    flat = whole("", (one[1].bytes,))
     descriptors = [open_file(path / file) for file, _ in (one, other)]
     try:
-        for slab in pieces(flat.dataset, flat.shape, 1, _REQUEST_BYTES):
-            parts = [bytearray(slab.elements) for _ in descriptors]
+        for done in range(0, one[1].bytes, _REQUEST_BYTES):
+            parts = [bytearray(min(_REQUEST_BYTES, one[1].bytes - done)) for _ in descriptors]
             for descriptor, part, (file, entry) in zip(descriptors, parts, (one, other), strict=True):
-                read_at(descriptor, memoryview(part), entry.offset + slab.start[0], path / file)
+                read_at(descriptor, memoryview(part), entry.offset + done, path / file)
             if parts[0] != parts[1]:
                 return False
         return True

@@ -2,7 +2,7 @@
 
     all      the same plan: which tensor of theirs lies in which file, at which byte
     rank 0   folder aside, files of their full length, headers
-    all      pieces of parameters, shared by size --read--> (round) --> pwrite at the place of their tensor, fsync
+    all      blocks of parameters, shared by size --read--> (round) --> pwrite at the place of their tensor, fsync
     rank 0   config.json, tokenizer.json, index, fsync, rename
 
 A tensor that is fused of several of ours is never put together in memory: each of ours goes to its own places in it.
@@ -16,22 +16,23 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from mpi4py import MPI
 
-from hpcllm.checkpoint.layout import MODEL, STORED_AS, DatasetSpec, as_bytes
+from hpcllm.checkpoint.ahead import ahead
+from hpcllm.checkpoint.layout import MODEL, DatasetSpec, as_bytes
 from hpcllm.checkpoint.reader import Checkpoint
+from hpcllm.checkpoint.shares import my_blocks
 from hpcllm.checkpoint.slabs import Slab, runs
 from hpcllm.config import ModelConfig
 from hpcllm.errors import HpcllmError, InterchangeError
 from hpcllm.interchange.architectures import Architecture
 from hpcllm.interchange.contents import INDEX, SINGLE
 from hpcllm.interchange.dtype import cast
-from hpcllm.interchange.places import Place, my_pieces
+from hpcllm.interchange.places import Place
 from hpcllm.interchange.safetensors import lay_out
 from hpcllm.interchange.texts import as_json
 from hpcllm.model.shapes import parameter_shapes
@@ -80,20 +81,22 @@ def write_folder(
     plan: Plan,
     texts: Mapping[str, str],
     target: Path,
-    comm: MPI.Intracomm,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Write the folder; what is at `target`, at most an empty folder, is replaced once it is whole. Collective.
+    """Write the folder; what is at `target`, at most an empty folder, is replaced once it is whole.
 
-    kind: of the checkpoint's tensors to write, model or optimizer/master. texts: file -> what it says.
+    kind: of the checkpoint's tensors to write, model or optimizer/master. texts: file -> what it says. advance: told
+    the bytes that this rank has read, as it does. Collective over checkpoint.comm.
     Raises CheckpointError, InterchangeError; what was written is then gone.
     """
-    aside = Path(comm.bcast(str(_aside(target)), root=0))
+    comm = checkpoint.comm
+    aside = on_root(comm, lambda: _aside(target))
     try:
         on_root(comm, lambda: _create(aside, plan))
-        _write_together(checkpoint, kind, plan, aside, comm)
+        _write_together(checkpoint, kind, plan, aside, advance)
         on_root(comm, lambda: _finish(aside, target, plan, texts))
     except BaseException:
-        if comm.rank == 0:
+        if comm is None or comm.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
         raise
 
@@ -134,31 +137,33 @@ def _create(aside: Path, plan: Plan) -> None:
         raise InterchangeError(f"cannot create {aside}: {error.strerror}") from error
 
 
-def _write_together(checkpoint: Checkpoint, kind: str, plan: Plan, aside: Path, comm: MPI.Intracomm) -> None:
-    stored = {name: checkpoint.datasets[f"{kind}/{name}"].spec.dtype for name in plan.places}
-    specs = {name: DatasetSpec(plan.shapes[name], plan.specs[place.name].dtype) for name, place in plan.places.items()}
+def _write_together(checkpoint: Checkpoint, kind: str, plan: Plan, aside: Path, advance: Callable[[int], None]) -> None:
+    comm = checkpoint.comm
+    rank, ranks = (comm.rank, comm.size) if comm else (0, 1)
+    specs = {name: checkpoint.datasets[f"{kind}/{name}"].spec for name in plan.places}
+    blocks = my_blocks(specs, rank, ranks)
     error: Exception | None = None
     try:
         with _Files(aside) as files:
-            for slab in my_pieces(specs, comm.rank, comm.size):
-                name = slab.dataset
-                values = checkpoint.read(Slab(f"{kind}/{name}", slab.start, slab.shape))
-                values = cast(values, stored[name], specs[name].dtype, f"{MODEL}/{name}")
-                _write(files, values, slab, plan)
+            read = ahead(lambda block: checkpoint.read_block(f"{kind}/{block[0]}", block[1]), blocks, ranks)
+            for (name, index), values in zip(blocks, read, strict=True):
+                advance(values.nbytes)
+                values = cast(values, specs[name].dtype, plan.specs[plan.places[name].name].dtype, f"{MODEL}/{name}")
+                _write(files, values, specs[name].block(name, index), plan)
             files.sync()
     except (HpcllmError, OSError) as fault:
         error = fault
     raise_together(comm, error)
 
 
-def _write(files: _Files, values: np.ndarray, slab: Slab, plan: Plan) -> None:
-    """A piece of ours into its places in theirs."""
-    place = plan.places[slab.dataset]
+def _write(files: _Files, values: np.ndarray, block: Slab, plan: Plan) -> None:
+    """A block of ours into its places in theirs."""
+    place = plan.places[block.dataset]
     spec, file, offset = plan.specs[place.name], plan.files[place.name], plan.offsets[place.name]
-    for theirs, rows in place.boxes(slab, plan.shapes[slab.dataset]):
+    for theirs, rows in place.boxes(block, plan.shapes[block.dataset]):
         data = as_bytes(np.ascontiguousarray(values[rows].T if place.transposed else values[rows]))
         done = 0
-        for begin, length in runs(theirs, spec.shape, STORED_AS[spec.dtype].itemsize):
+        for begin, length in runs(theirs, spec.shape, spec.item_bytes):
             write_at(files.descriptor(file), data[done : done + length], offset + begin)
             done += length
 

@@ -14,14 +14,30 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hpcllm.checkpoint.layout import MODEL, STORED_AS, DatasetSpec, as_bytes
-from hpcllm.checkpoint.reader import on_root
+from hpcllm.checkpoint.locate import locate
 from hpcllm.checkpoint.slabs import Slab, runs
-from hpcllm.interchange.contents import TOKENIZER_FILE, Contents, open_file, read_at, read_contents
+from hpcllm.errors import DataError
+from hpcllm.interchange.contents import CONFIG, TOKENIZER_FILE, Contents, open_file, read_at, read_contents
 from hpcllm.interchange.safetensors import DTYPES, Entry
 from hpcllm.model.shapes import parameter_shapes
+from hpcllm.together import on_root
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+def which(path: Path) -> tuple[Path, bool]:
+    """A Hugging Face folder, and True; or the checkpoint that the path names (locate.py), and False.
+
+    Not collective. Raises DataError if it is neither, CheckpointError.
+    """
+    if (path / CONFIG).is_file():
+        return path, True
+    try:
+        return locate(path), False
+    except DataError as error:
+        neither = f"{path} has no {CONFIG}, so it is no Hugging Face folder; and " if path.is_dir() else ""
+        raise DataError(f"{neither}{error}") from error
 
 
 class Folder:

@@ -13,15 +13,12 @@ of a fused tensor, and a large tensor is copied in pieces, whichever of the two 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpcllm.checkpoint.layout import STORED_AS, DatasetSpec
-from hpcllm.checkpoint.slabs import Slab, share
+from hpcllm.checkpoint.slabs import Slab
 
 Shape = tuple[int, ...]
-PIECE_BYTES = 1 << 26  # of a tensor in memory at once: large requests, and still little beside the rest of a process
 
 
 @dataclass(frozen=True)
@@ -51,17 +48,3 @@ class Place:
             theirs = Slab(self.name, start[::-1], size[::-1]) if self.transposed else Slab(self.name, start, size)
             yield theirs, slice(done, done + count)
             done += count
-
-
-def pieces(name: str, shape: Shape, item_bytes: int, most_bytes: int = PIECE_BYTES) -> Iterator[Slab]:
-    """Slabs of whole rows that make up a tensor, each of at most so many bytes, or of one row."""
-    row_bytes = item_bytes * math.prod(shape[1:])
-    rows = max(1, most_bytes // row_bytes)
-    for first in range(0, shape[0], rows):
-        yield Slab(name, (first, *(0 for _ in shape[1:])), (min(rows, shape[0] - first), *shape[1:]))
-
-
-def my_pieces(specs: Mapping[str, DatasetSpec], rank: int, ranks: int) -> list[Slab]:
-    """A rank's equal share of the tensors, in pieces of bounded size."""
-    cut = [slab for name, spec in specs.items() for slab in pieces(name, spec.shape, STORED_AS[spec.dtype].itemsize)]
-    return [cut[at] for at in share([slab.elements for slab in cut], rank, ranks)]

@@ -14,21 +14,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import h5py
 import torch
 
+from hpcllm.checkpoint.facts import facts
 from hpcllm.checkpoint.folder import newest_first
 from hpcllm.checkpoint.layout import MASTER, MODEL
+from hpcllm.checkpoint.locate import is_ours
 from hpcllm.checkpoint.pieces import Shards
-from hpcllm.checkpoint.reader import Checkpoint, on_root, raise_together
-from hpcllm.checkpoint.restore import facts, restore, tokenizer_json
-from hpcllm.config import Config, ModelConfig, check_together, from_tables
+from hpcllm.checkpoint.reader import Checkpoint
+from hpcllm.checkpoint.restore import restore, tokenizer_json
+from hpcllm.config import Config, ModelConfig, from_tables
 from hpcllm.errors import ConfigError, HpcllmError
 from hpcllm.interchange.architectures import canonical
 from hpcllm.interchange.contents import read_contents
 from hpcllm.interchange.dtype import as_tensor
-from hpcllm.interchange.folder import Folder
+from hpcllm.interchange.folder import Folder, which
 from hpcllm.optim.pieces import Piece
+from hpcllm.rules import check_together
+from hpcllm.together import on_root, raise_together
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -60,12 +63,13 @@ def take_model(config: Config, comm: MPI.Intracomm | None = None) -> Config:
 
 
 def model_of(path: Path) -> ModelConfig:
-    """The model of a folder or a checkpoint. Not collective. Raises InterchangeError, CheckpointError."""
-    if path.is_dir():
-        return read_contents(path).model
+    """The model of a folder or a checkpoint. Not collective. Raises UserError, CheckpointError."""
     if not path.exists():
         raise ConfigError(f"run.start_from = {str(path)!r} is not there; valid: a Hugging Face folder or a checkpoint")
-    if not h5py.is_hdf5(path):
+    path, is_folder = which(path)
+    if is_folder:
+        return read_contents(path).model
+    if not is_ours(path):
         raise ConfigError(f"run.start_from = {str(path)!r} is no checkpoint of ours; of a Hugging Face folder, name it")
     with Checkpoint.open(path) as checkpoint:
         return canonical(from_tables(facts(checkpoint).config).model)
@@ -78,13 +82,12 @@ def read_weights(path: Path, shards: Shards, pieces: Sequence[Piece], comm: MPI.
     that belongs to the weights, as JSON; empty if there is none. Raises InterchangeError, CheckpointError on all ranks.
     """
     weights = [piece for piece in pieces if piece.kind in (MODEL, MASTER)]
-    if path.is_dir():
+    path, is_folder = on_root(comm, lambda: which(path))
+    if is_folder:
         with Folder.open(path, comm) as folder:
             _fill(folder, shards, weights, comm)
             return folder.tokenizer_json
     with Checkpoint.open(path, comm) as checkpoint:
-        for kind in (MODEL, MASTER):
-            checkpoint.verify(kind)
         restore(checkpoint, shards, weights)
         return on_root(comm, lambda: tokenizer_json(checkpoint))
 

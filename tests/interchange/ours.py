@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from hpcllm.checkpoint.facts import attributes_of
 from hpcllm.checkpoint.layout import DatasetSpec
 from hpcllm.checkpoint.slabs import whole
-from hpcllm.checkpoint.state import attributes
-from hpcllm.checkpoint.writer import write
+from hpcllm.checkpoint.writer import prepare, write
 from hpcllm.config import ModelConfig
 from hpcllm.interchange.importing import never_trained
 from hpcllm.model.shapes import parameter_shapes
@@ -31,9 +31,12 @@ def checkpoint_of(path: Path, model: ModelConfig, dtype: str = "float32", tokeni
     """Written by the calling process alone."""
     shapes = {f"model/{name}": shape for name, shape in parameter_shapes(model).items()}
     specs = {name: DatasetSpec(shape, dtype) for name, shape in shapes.items()}
-    slabs = {whole(name, shape): values(name, shape, dtype) for name, shape in shapes.items()}
+    tensors = {name: values(name, shape, dtype) for name, shape in shapes.items()}
     if tokenizer:
         text = np.frombuffer(tokenizer.encode(), np.uint8)
         specs["tokenizer"] = DatasetSpec(text.shape, "uint8")
-        slabs[whole("tokenizer", text.shape)] = text
-    return write(path, MPI.COMM_SELF, specs, slabs, attributes(never_trained(model))).path
+        tensors["tokenizer"] = text
+    plan = prepare(MPI.COMM_SELF, specs, [whole(name, spec.shape) for name, spec in specs.items()])
+    return write(
+        path, MPI.COMM_SELF, plan, lambda slab: tensors[slab.dataset], attributes_of(never_trained(model))
+    ).path

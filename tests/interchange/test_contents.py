@@ -189,7 +189,7 @@ def test_an_output_layer_that_is_the_tied_embedding_is_passed_over(tmp_path):
 def test_the_command_refuses_with_exit_code_2_and_writes_nothing(folder, tmp_path, capsys, case):
     break_it, said = BROKEN[case]
     break_it(folder)
-    assert main(["convert", str(folder), str(tmp_path / "new.h5")]) == 2
+    assert main(["checkpoint", "convert", str(folder), str(tmp_path / "new.h5")]) == 2
     assert said.split(".")[0].split("puts")[0] in capsys.readouterr().err
     assert not list(tmp_path.glob("new.h5*"))
 

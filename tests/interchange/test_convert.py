@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,12 +15,13 @@ import safetensors.torch
 import torch
 from mpi4py import MPI
 
+from hpcllm.checkpoint import blocks
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.cli import main
 from hpcllm.config import ModelConfig
 from hpcllm.errors import CheckpointError, InterchangeError
-from hpcllm.interchange import places
 from hpcllm.interchange.convert import convert
+from hpcllm.launched import LAUNCHED
 from hpcllm.model.shapes import parameter_shapes
 from tests.interchange.ours import TOKENIZER, checkpoint_of, values
 from tests.model.variants import VARIANTS
@@ -40,7 +42,7 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(("variant", "dtype"), [(v, ("float32", "bfloat16")[n % 2]) for n, v in enumerate(SAID)])
 def test_there_and_back_is_the_same_on_any_number_of_ranks(comm, shared_path, monkeypatch, variant, dtype):
     """Against one process that converts alone: the same files, byte for byte."""
-    monkeypatch.setattr(places.pieces, "__defaults__", (1000,))  # so that tensors of this size are in many pieces
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1000)  # so that tensors of this size are in many blocks
     ours, theirs = shared_path / "ours.h5", shared_path / "theirs"
     if comm.rank == 0:
         checkpoint_of(ours, VARIANTS[variant], dtype)
@@ -96,7 +98,7 @@ def test_a_type_that_is_asked_for_is_the_nearest(ours, tmp_path, asked, dtype):
 def test_numbers_that_fp16_does_not_have_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("tests.interchange.ours.values", lambda _, shape, __: np.full(shape, 1e5, np.float32))
     path = checkpoint_of(tmp_path / "large.h5", VARIANTS["llama"])
-    with pytest.raises(InterchangeError, match=r"embedding.weight has values beyond fp16's largest, 65504"):
+    with pytest.raises(InterchangeError, match=r"model/\S+ has values beyond fp16's largest, 65504"):
         convert(path, tmp_path / "theirs", MPI.COMM_SELF, dtype="fp16")
     assert [item.name for item in tmp_path.iterdir()] == ["large.h5"]
 
@@ -112,8 +114,9 @@ def test_ends_of_text_are_said(ours, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["no such folder", "new"], "no checkpoint and no folder"),
+        (["no such folder", "new"], "there is no checkpoint 'no such folder'"),
         (["{ours}", "{ours}"], "is there already"),
+        (["{ours}", "new.h5"], "new.h5 would be a folder"),
         (["{folder}", "new.h5"], "has no config.json"),
         (["{text}", "new"], "not one of our checkpoints"),
         (["{ours}", "new", "--architecture", "llama"], "llama: as config.json: hidden_act = 'gelu'"),
@@ -125,19 +128,19 @@ def test_what_cannot_be_meant_is_refused_with_exit_code_2(ours, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("text")
     known = {"ours": ours, "folder": tmp_path, "text": tmp_path / "text"}
-    assert main(["convert", *(argument.format(**known) for argument in arguments)]) == 2
+    assert main(["checkpoint", "convert", *(argument.format(**known) for argument in arguments)]) == 2
     assert said in capsys.readouterr().err
     assert [item.name for item in tmp_path.iterdir()] == ["text"]
 
 
 def test_the_command_says_what_it_did(ours, tmp_path, capsys):
-    assert main(["convert", str(ours), str(tmp_path / "a b"), "--json"]) == 0
+    assert main(["checkpoint", "convert", str(ours), str(tmp_path / "a b"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["architecture"], report["notes"]) == ("gpt_neox", [])
     assert report["parameters"] == sum(np.prod(s) for s in parameter_shapes(VARIANTS["neox"]).values())
-    assert main(["convert", str(tmp_path / "a b"), str(tmp_path / "back.h5")]) == 0
+    assert main(["checkpoint", "convert", str(tmp_path / "a b"), str(tmp_path / "back.h5")]) == 0
     assert re.search(r"gpt_neox, 0.\d+ M parameters", capsys.readouterr().out)
-    assert main(["inspect", str(tmp_path / "back.h5")]) == 0
+    assert main(["checkpoint", "inspect", str(tmp_path / "back.h5")]) == 0
 
 
 def test_long_companions_are_carried_there_and_back(ours, tmp_path):
@@ -158,6 +161,19 @@ def test_a_damaged_checkpoint_writes_no_folder(ours, tmp_path):
     with pytest.raises(CheckpointError):
         convert(tmp_path / "damaged.h5", tmp_path / "theirs", MPI.COMM_SELF)
     assert not list(tmp_path.glob("theirs*"))
+
+
+def test_one_process_converts_without_mpi(ours, tmp_path):
+    program = (
+        "import sys; from hpcllm.cli import main; code = main(['checkpoint', 'convert', *sys.argv[1:]]); "
+        "sys.exit(code or 'mpi4py.MPI' in sys.modules)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    for source, target in ((ours, tmp_path / "theirs"), (tmp_path / "theirs", tmp_path / "again.h5")):
+        command = [sys.executable, "-c", program, str(source), str(target)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert contents(tmp_path / "again.h5") == contents(ours)
 
 
 MEMORY = """

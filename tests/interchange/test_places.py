@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpcllm.checkpoint.slabs import Slab, uncovered
-from hpcllm.interchange.places import Place, pieces
+from hpcllm.interchange.places import Place
 
 HEADS, CHANNELS, INPUTS = 3, 4, 5
 ROWS = HEADS * CHANNELS
@@ -53,12 +53,3 @@ def check(place, theirs, ours, first, count, column) -> None:
 def test_the_parts_of_a_tensor_fill_it(places):
     boxes = [box for place in places for box, _ in place.boxes(Slab("ours", (0, 0), (ROWS, INPUTS)), (ROWS, INPUTS))]
     assert uncovered(places[0].shape((ROWS, INPUTS)), boxes) is None
-
-
-@pytest.mark.parametrize("shape", [(7, 5), (1, 100), (13,)])
-@pytest.mark.parametrize("most_bytes", [1, 40, 64, 10**6])
-def test_pieces_are_small_and_make_up_the_tensor(shape, most_bytes):
-    cut = list(pieces("t", shape, 4, most_bytes))
-    assert uncovered(shape, cut) is None
-    row = 4 * int(np.prod(shape[1:]))
-    assert all(4 * slab.elements <= max(most_bytes, row) for slab in cut)

@@ -10,8 +10,8 @@ import torch
 import transformers
 from mpi4py import MPI
 
+from hpcllm.checkpoint.facts import facts
 from hpcllm.checkpoint.reader import Checkpoint
-from hpcllm.checkpoint.restore import facts
 from hpcllm.config import from_tables
 from hpcllm.data import tokenizer as bpe
 from hpcllm.generate import continue_prompt, load_decoder
