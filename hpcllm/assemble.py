@@ -21,9 +21,10 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from hpcllm.axes import describe_rank
+from hpcllm.checkpoint.mpio import check_writer
 from hpcllm.collectives import group_of, prepare
 from hpcllm.collectives.select import Tuning, link_codec, load_tuning, use_tuning
-from hpcllm.config import Config, traffic_codecs
+from hpcllm.config import Config
 from hpcllm.data.sampler import Sampler, sample_count
 from hpcllm.data.store import TokenStore
 from hpcllm.errors import ConfigError, DataError
@@ -45,6 +46,7 @@ from hpcllm.pipeline.link import BACKWARD, FORWARD, Codecs, Link
 from hpcllm.pipeline.placement import Placement
 from hpcllm.pipeline.schedules import Schedule
 from hpcllm.pipeline.timing import simulate
+from hpcllm.policy import traffic_codecs
 from hpcllm.precision import LossScale, compute_dtype, make_loss_scale
 from hpcllm.together import on_root
 from hpcllm.waiting import Waits
@@ -124,6 +126,7 @@ def open_store(config: Config, comm: MPI.Intracomm) -> tuple[Config, TokenStore]
 @contextmanager
 def assemble(config: Config, comm: MPI.Intracomm) -> Iterator[Parts]:
     """Everything that this rank needs, with initial weights. Collective over comm. Raises UserError."""
+    check_writer(config.checkpoint.writer)
     config = check_layout(take_model(config, comm), comm.size)
     schedule, bubble = _open_schedule(config, comm)
     config, store = open_store(config, comm)

@@ -1,19 +1,30 @@
 """The commands, one thin function each. Nothing heavy is imported before a command is known to be run.
 
-Exit codes: 0 done (also when a signal ended a run early, its checkpoint written), 1 failed, 2 user error.
+Exit codes: 0 done, 1 failed, 2 user error, 75 stopped early with a checkpoint: the same command goes on.
+130, 143: ended by Ctrl-C, by SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hpcllm
-from hpcllm.errors import DataError, HpcllmError
+from hpcllm.checkpoint import command as checkpoint
+from hpcllm.errors import HpcllmError
+
+if TYPE_CHECKING:
+    from hpcllm.summary import Summary
+
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of what stands behind the output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,21 +32,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         code: int = arguments.command(arguments)
-        sys.stdout.flush()
+        if sys.stdout:  # None where it was closed: `inspect >&-`
+            sys.stdout.flush()
         return code
     except HpcllmError as error:
         print(f"hpcllm: error: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # `inspect | head`
-        sys.stderr.close()
+        _forget_output()
         return 0
+    except KeyboardInterrupt:
+        print("hpcllm: interrupted", file=sys.stderr)
+        return 130
+    except OSError as error:
+        if error.errno not in NO_ROOM or error.filename:
+            raise
+        _forget_output()
+        print(f"hpcllm: error: cannot write the output: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _forget_output() -> None:
+    """What is left of the output goes nowhere; else the interpreter would fail to write it once more at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hpcllm",
         description="Training code for large language models that is native to MPI.",
-        epilog="In a batch job: srun python -m hpcllm train run.toml. Exit codes: 0 done, 1 failed, 2 user error.",
+        epilog="In a batch job: srun python -m hpcllm train run.toml. Exit codes: 0 done, 1 failed, 2 user error, "
+        "75 stopped early with a checkpoint (by its time limit, a signal, a file STOP): the same command goes on.",
     )
     parser.add_argument("--version", action="version", version=f"hpcllm {hpcllm.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -43,8 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands.add_parser("train", help="train a model, or go on where the run stopped"))
     _add_memory(commands.add_parser("memory", help="what each rank of a run will hold, before the job is queued"))
     _add_generate(commands.add_parser("generate", help="continue a prompt with a trained model"))
-    _add_inspect(commands.add_parser("inspect", help="show what is in a checkpoint"))
-    _add_convert(commands.add_parser("convert", help="a checkpoint from or for Hugging Face's transformers"))
+    checkpoint.add_parsers(
+        commands.add_parser("checkpoint", help="inspect, verify, diff, convert, compress or decompress checkpoints")
+    )
     _add_schedule(
         commands.add_parser("schedule", help="prove, time and draw a pipeline schedule before the job is queued")
     )
@@ -119,7 +149,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    from hpcllm.job import StopSignals, run_job
+    from hpcllm.job import TO_BE_CONTINUED, StopSignals, run_job
 
     def job(world) -> int:  # type: ignore[no-untyped-def]
         from hpcllm import config
@@ -131,14 +161,24 @@ def train(arguments: argparse.Namespace) -> int:
         with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
             summary = run(config.from_tables(tables), world, signals, arguments.restart)
         if world.rank == 0:
-            print(json.dumps(summary.as_dict()) if arguments.json else f"\n{summary.text()}")
-        return 0
+            print(json.dumps(summary.as_dict()) if arguments.json else f"\n{summary.text()}", flush=True)
+        signals.keep_out()  # all is done; and a job that is requeued is ended at once
+        if not summary.stopped_by:
+            return 0
+        on_root(world, lambda: print(_what_goes_on(summary), file=sys.stderr if arguments.json else None, flush=True))
+        return TO_BE_CONTINUED
 
     with StopSignals() as signals:
-        code = run_job(job)
-        if signals.received:
-            signals.keep_out()
-        return code
+        return run_job(job)
+
+
+def _what_goes_on(summary: Summary) -> str:
+    """Of a run that has stopped, and is put back into the queue if its run file says so."""
+    from hpcllm.slurm import back_into_queue
+
+    if summary.config.run.requeue:
+        return back_into_queue(summary.not_requeued)
+    return "the same command goes on from the checkpoint"
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
@@ -163,7 +203,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "Continue a prompt with a trained model; the text appears as it is made. In one process, or under mpirun or "
         "srun on as many ranks as --tp times --pp says, which share the model."
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a Hugging Face folder")
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, a run folder, or a Hugging Face folder"
+    )
     parser.add_argument("--prompt", required=True, help="the text to continue")
     parser.add_argument("--tokens", type=int, default=200, help="at most so many new tokens (default: 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
@@ -182,62 +224,6 @@ def generate(arguments: argparse.Namespace) -> int:
     from hpcllm.generate_command import run
 
     return run(arguments)
-
-
-def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Show a checkpoint: the tree of its tensors, its run file, and how it was written."
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
-    parser.add_argument("--json", action="store_true", help="print as JSON")
-    parser.set_defaults(command=inspect)
-
-
-def inspect(arguments: argparse.Namespace) -> int:
-    from hpcllm.checkpoint.inspect import describe, tree_lines
-
-    if not arguments.checkpoint.is_file():
-        raise DataError(f"there is no checkpoint {str(arguments.checkpoint)!r}")
-    if arguments.json:
-        print(json.dumps(describe(arguments.checkpoint)))
-    else:
-        print("\n".join(tree_lines(arguments.checkpoint)))
-    return 0
-
-
-def _add_convert(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Convert a Hugging Face folder (safetensors; GPT-2, GPT-NeoX, Llama, Mistral, Qwen2) into a checkpoint, or a "
-        "checkpoint into such a folder. Ranks share the work under mpirun or srun; the model need not fit in memory."
-    )
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="a folder with config.json, or a checkpoint")
-    parser.add_argument("target", type=Path, metavar="TARGET", help="the file.h5 or the folder to write; must be new")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="", help="round to it (default: keep)")
-    parser.add_argument(
-        "--architecture",
-        default="",
-        metavar="NAME",
-        help="write a folder as gpt2, gpt_neox, llama, mistral or qwen2 (default: what it came as, else the first "
-        "that can say the model)",
-    )
-    parser.add_argument(
-        "--shard-gb", type=float, default=5.0, metavar="GB", help="at most so much in a file of a folder (default: 5)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.set_defaults(command=convert)
-
-
-def convert(arguments: argparse.Namespace) -> int:
-    from hpcllm.job import run_job
-
-    def job(world) -> int:  # type: ignore[no-untyped-def]
-        from hpcllm.interchange.convert import convert as convert_weights
-
-        keys = ("source", "target", "dtype", "architecture", "shard_gb")
-        report = convert_weights(comm=world, **{key: getattr(arguments, key) for key in keys})
-        if world.rank == 0:
-            print(json.dumps(report.as_dict()) if arguments.json else "\n".join(report.lines()))
-        return 0
-
-    return run_job(job)
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:

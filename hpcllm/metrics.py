@@ -50,6 +50,10 @@ class Log:
         line = f"step {record['step']:>6}/{self.bar.total}  validation loss {record['validation_loss']:.4f}"
         self.say(f"{line}  bits per byte {record['bits_per_byte']:.4f}")
 
+    def note(self, record: Record) -> None:
+        """What belongs into the files, and is not said aloud."""
+        self._write(record)
+
     def memory(self, record: Record, line: str) -> None:
         self._write(record)
         self.say(line)
@@ -79,7 +83,7 @@ class Log:
 
     def _add_events(self, record: Record) -> None:
         for key, value in record.items():
-            if key != "step" and value is not None:
+            if key != "step" and isinstance(value, int | float):
                 self.events.add_scalar(key, value, record["step"])
         self.events.flush()
 

@@ -1,4 +1,4 @@
-"""The folder of a run: where it goes on, what it keeps.
+"""The folder of a run: where it goes on. What it keeps, and when: saving.py.
 
 runs/NAME/run.toml                            the run file with every key written out
           job.txt                             which job holds the folder, see claim.py
@@ -10,23 +10,26 @@ runs/NAME/run.toml                            the run file with every key writte
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from hpcllm.assemble import Parts
-from hpcllm.checkpoint.folder import keep_newest, newest_valid
-from hpcllm.checkpoint.pieces import Shards
+from hpcllm.checkpoint.facts import facts
+from hpcllm.checkpoint.folder import load_newest
 from hpcllm.checkpoint.reader import Checkpoint
-from hpcllm.checkpoint.restore import facts, restore, tokenizer_json
-from hpcllm.checkpoint.state import RunState, save
-from hpcllm.claim import Claim
-from hpcllm.config import Config, to_tables
+from hpcllm.checkpoint.restore import restore, tokenizer_json
+from hpcllm.checkpoint.retention import sweep
+from hpcllm.checkpoint.surplus import restore_surplus
+from hpcllm.config import Config, from_tables, to_tables
 from hpcllm.errors import ConfigError, HpcllmError
+from hpcllm.interchange.architectures import canonical
 from hpcllm.interchange.start import read_weights, same_tokens
-from hpcllm.model.shapes import parameter_shapes
+from hpcllm.saving import shards_of, surplus_of
 from hpcllm.together import on_root
 
 # besides the model: other values would silently train on other samples, or from other weights
@@ -39,61 +42,43 @@ def resume(parts: Parts) -> tuple[int, int, Path | None]:
     Collective over the mesh. Raises ConfigError if the checkpoint is of another model, CheckpointError.
     """
     world, folder = parts.mesh.world, parts.run_folder
-    checkpoint, passed_over = newest_valid(folder / "checkpoints", world)
-    if world.rank == 0 and passed_over:
-        print("\n".join(passed_over), flush=True)
-    step, position, path = 0, 0, None
-    if parts.config.run.start_from and not checkpoint:
+    on_root(world, lambda: len(sweep(folder / "checkpoints")))
+    found, passed_over = load_newest(folder / "checkpoints", world, lambda checkpoint: _load(parts, checkpoint))
+    said = [*passed_over, *(found.lines if found else [])]
+    if world.rank == 0 and said:
+        print("\n".join(said), flush=True)
+    if found is None and parts.config.run.start_from:
         _begin(parts)
-    if checkpoint:
-        with checkpoint:
-            step, position = _load(parts, checkpoint)
-        path = checkpoint.path
     on_root(world, lambda: _write_run_file(folder, parts.config))
-    return step, position, path
+    return (found.step, found.position, found.path) if found else (0, 0, None)
 
 
-def save_run(parts: Parts, claim: Claim, step: int, position: int) -> Path:
-    """Write a checkpoint, then let the oldest go. Collective over the mesh.
-
-    Raises CheckpointError, HpcllmError if the folder is another job's by now.
-    """
-    on_root(parts.mesh.world, claim.check)
-    state = RunState(
-        step=step,
-        position=position,
-        updates=parts.optimizer.updates,
-        loss_scale=parts.loss_scale.value,
-        good_steps=parts.loss_scale.good_steps,
-        config=to_tables(parts.config),
-        pieces=parts.optimizer.pieces_to_write(),
-        shards=_shards(parts),
-        owned=parts.owned,
-        tokenizer_json=parts.store.tokenizer_json,
-        mesh=parts.mesh.shape,
-    )
-    folder = parts.run_folder / "checkpoints"
-    report = save(folder, state, parts.mesh.world)
-    on_root(parts.mesh.world, lambda: len(keep_newest(folder, parts.config.checkpoint.keep)))
-    return report.path
+@dataclass(frozen=True)
+class _Loaded:
+    step: int
+    position: int
+    path: Path
+    lines: list[str]  # for people
 
 
-def _load(parts: Parts, checkpoint: Checkpoint) -> tuple[int, int]:
+def _load(parts: Parts, checkpoint: Checkpoint) -> _Loaded:
     known = facts(checkpoint)
-    _check_same_run(parts, known.config, tokenizer_json(checkpoint), checkpoint.path)
-    restore(checkpoint, _shards(parts), parts.optimizer.pieces_to_read())
+    _check_same_run(parts, known.config, on_root(parts.mesh.world, lambda: tokenizer_json(checkpoint)), checkpoint.path)
+    restore(checkpoint, shards_of(parts), parts.optimizer.pieces_to_read())
+    surplus = surplus_of(parts)
+    lost = restore_surplus(checkpoint, surplus) if surplus else ""
     parts.optimizer.loaded(known.updates)
-    if known.config["precision"]["compute"] == "fp16":  # others have none to go on with
+    if known.config.get("precision", {}).get("compute") == "fp16":  # others have none to go on with
         parts.loss_scale.restore(known.loss_scale, known.good_steps)
-    if parts.mesh.world.rank == 0:
-        print(f"goes on from {checkpoint.path} at step {known.step}", flush=True)
-    return known.step, known.position
+    lines = [f"goes on from {checkpoint.path} at step {known.step}"]
+    lines += [f"error feedback begins anew, owing nothing: {lost}"] if lost else []
+    return _Loaded(known.step, known.position, checkpoint.path, lines)
 
 
 def _begin(parts: Parts) -> None:
     """Fill the weights from run.start_from. Collective over the mesh."""
     path = Path(parts.config.run.start_from)
-    tokenizer = read_weights(path, _shards(parts), parts.optimizer.pieces_to_read(), parts.mesh.world)
+    tokenizer = read_weights(path, shards_of(parts), parts.optimizer.pieces_to_read(), parts.mesh.world)
     parts.optimizer.loaded(0)
     if parts.mesh.world.rank == 0:
         print(f"begins with the weights of {path}", flush=True)
@@ -101,13 +86,9 @@ def _begin(parts: Parts) -> None:
             print(f"note: the tokens of {parts.config.data.store!r} are not those of the weights", flush=True)
 
 
-def _shards(parts: Parts) -> Shards:
-    return Shards(parameter_shapes(parts.config.model), parts.mesh.tp.rank, parts.mesh.tp.size)
-
-
 def _check_same_run(parts: Parts, stored: Mapping[str, Any], tokenizer: str, path: Path) -> None:
     """Raise ConfigError if going on under this run file would silently train something else."""
-    before, now = _flat(stored), _flat(to_tables(parts.config))
+    before, now = map(_flat, _one_spelling(stored, to_tables(parts.config)))
     fixed = [key for key in now if key.startswith("model.") or key in FIXED]
     changed = [f"{key} = {now[key]!r}, was {before.get(key)!r}" for key in fixed if now[key] != before.get(key)]
     if tokenizer != parts.store.tokenizer_json:
@@ -117,6 +98,15 @@ def _check_same_run(parts: Parts, stored: Mapping[str, Any], tokenizer: str, pat
             f"{path} was trained otherwise: {'; '.join(changed[:3])}. Take the old values, another run.name, "
             "or start anew with --restart (the old run folder is kept beside)"
         )
+
+
+def _one_spelling(*files: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """With equal models where they compute the same: a preset or its keys written out, kv_heads = heads or 0."""
+    try:
+        models = [canonical(from_tables(dict(tables)).model) for tables in files]
+    except ConfigError:  # a checkpoint of another version of ours: what it says is compared as it stands
+        return list(files)
+    return [{**tables, "model": dataclasses.asdict(model)} for tables, model in zip(files, models, strict=True)]
 
 
 def _flat(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -24,18 +24,20 @@ from hpcllm.claim import claim_run
 from hpcllm.config import Config
 from hpcllm.errors import HpcllmError, NonFiniteError
 from hpcllm.job import StopSignals
-from hpcllm.memory import counting, log_memory
+from hpcllm.memory import LiveBytes, counting, log_memory
 from hpcllm.metrics import Log, Pace, Traffic, open_log, peak_memory_gb
 from hpcllm.model.shapes import parameter_count
 from hpcllm.optim.learning_rate import learning_rate
 from hpcllm.optim.pieces import MODEL
-from hpcllm.pipeline.trace import recording, write_trace
+from hpcllm.pipeline.trace import Span, recording, write_trace
 from hpcllm.replicas import check_replicas
-from hpcllm.resume import resume, save_run
-from hpcllm.step import forward_backward
+from hpcllm.resume import resume
+from hpcllm.saving import open_saving
+from hpcllm.step import HASH_BITS, Local, forward_backward
 from hpcllm.summary import Summary
-from hpcllm.together import raise_together
+from hpcllm.together import on_root, raise_together
 from hpcllm.validate import Validation, validate
+from hpcllm.wishes import Asked, Wish, keeps_from_queue, open_wishes, wish_of
 
 
 @dataclass(frozen=True)
@@ -44,74 +46,107 @@ class Agreed:
 
     loss: float  # nats a token, over the global batch
     gradient_norm: float  # of the loss itself, whatever it was scaled with; not finite where a scaled gradient is not
-    stop: bool
+    wish: Wish  # to save, to stop
+    samples: str  # hash of the samples that were read and of their order, see step.samples_hash
+    written: bool  # all ranks are done with the checkpoint under way
     traffic: Traffic  # of the step, summed over the ranks
 
 
 def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: bool = False) -> Summary:
     """Train as the run file says, from the start or the newest checkpoint. Collective over world.
 
-    signals: an open StopSignals; once one of them came on any rank, the run ends after the step, its state saved.
+    signals: an open StopSignals; once one of them came on any rank, or wishes.py has another reason, the run ends after
+    the step, its state saved.
     Raises UserError before any work, NonFiniteError, StallError, CheckpointError. Returns the same on every rank.
     """
     with assemble(config, world) as parts, ExitStack() as stack:
         config = parts.config
         claim = stack.enter_context(claim_run(world, parts.run_folder, restart))
-        step, position, saved = resume(parts)
+        step, position, found = resume(parts)
         log = _start_log(parts, step, stack)
+        saving = stack.enter_context(open_saving(parts, claim, log, found))
+        wishes = open_wishes(parts.run_folder, signals, config, log)
+        wish = on_root(world, lambda: wishes.at_start(config.run.steps - step))
         pace = Pace(config, world.size, parts.peak_tflops)
-        loss, checked, stopping, counted, first = math.nan, None, False, parts.traffic(), step
-        while step < config.run.steps and not stopping:
+        loss, checked, counted, first = math.nan, None, parts.traffic(), step
+        while step < config.run.steps and not wish.stops:
             began_s = time.perf_counter()
             rate = learning_rate(step, config.run.steps, config.optimizer)
             traced = step + 1 in config.log.trace_steps
             with recording(parts.engine, traced) as spans, counting(parts, step == first) as live:
-                local_loss = forward_backward(parts, step, position)
+                local = forward_backward(parts, step, position)
             before, counted = counted, parts.traffic()  # with the weights that came behind this step's forward pass
-            agreed = _agree(parts, local_loss, bool(signals.received), counted - before)
+            agreed = _agree(parts, local, wishes.asked(), counted - before, saving.is_done)
+            saving.look(agreed.written)
             if not (math.isfinite(agreed.loss) and _update(parts, agreed.gradient_norm, rate)):
-                raise _not_finite(parts, agreed, local_loss, step + 1, position, saved)
-            step, position, loss, stopping = step + 1, position + config.data.global_batch, agreed.loss, agreed.stop
+                saving.finish()  # it is older than this step, and worth having
+                raise _not_finite(parts, agreed, local, step + 1, position, saving.newest)
+            step, position, loss, wish = step + 1, position + config.data.global_batch, agreed.loss, agreed.wish
             pace.add(time.perf_counter() - began_s, agreed.traffic)
+            wishes.heard(wish, step, time.perf_counter() - began_s)
 
-            is_last = stopping or step == config.run.steps
-            if live:
-                log_memory(parts, log, step, live.peak)
-            if _due(step, config.communication.hash_every_steps):
-                _check_replicas(parts, step)
-            if step in config.log.trace_steps:
-                write_trace(parts.run_folder / "trace", step, parts.schedule, parts.mesh, spans, parts.control)
+            is_last = wish.stops or step == config.run.steps
+            _look_closer(parts, log, step, live, spans)
             if is_last or _due(step, config.log.every_steps):
                 _log_step(parts, log, pace, step, agreed, rate)
-            if not is_last and _due(step, config.log.validation_every_steps):
+            measured = None
+            if not wish.stops and (is_last or _due(step, config.log.validation_every_steps)):
                 parts.optimizer.settle()
                 before = parts.traffic()
-                checked = _validate(parts, step, log)
+                with wishes.validating():
+                    measured = checked = _validate(parts, step, log)
                 counted += parts.traffic() - before  # it is no part of a step
-            if is_last or _due(step, config.checkpoint.every_steps):
-                saved = save_run(parts, claim, step, position)
-        if not stopping:
+            if is_last or wish.save or _due(step, config.checkpoint.every_steps):
+                saving.save(step, position, measured.loss if measured else None, goes_on=not is_last)
+            wishes.saved(saving.newest, saving.longest_s)
+        saving.finish()
+        wishes.over()
+        is_finished = step >= config.run.steps
+        if is_finished and (wish.stops or not pace.all_steps):  # a run that is to stop saves first
             checked = _validate(parts, step, log if pace.all_steps else None)  # else it stands in the log already
-        return Summary(
-            config=config,
-            ranks=world.size,
-            bubble=parts.bubble,
-            step=step,
-            loss=loss,
-            validation=checked,
-            zstd19_bits_per_byte=parts.store.zstd19_bits_per_byte,
-            tokens_per_s=pace.mean_tokens_per_s,
-            checkpoint=saved,
-            stopped_by=(signals.received or "another rank") if stopping else "",
-        )
+        return _summary(parts, pace, step, first, loss, checked, saving.newest, wish)
 
 
-def _agree(parts: Parts, loss: float, stop: bool, traffic: Traffic) -> Agreed:
-    """One small sum over all ranks a step: loss, gradient norm, wish to stop. Collective over the mesh."""
-    sums = np.array([loss, parts.gradients.squared_norm(), stop, *traffic])
+def _summary(
+    parts: Parts,
+    pace: Pace,
+    step: int,
+    first: int,
+    loss: float,
+    checked: Validation | None,
+    newest: Path | None,
+    wish: Wish,
+) -> Summary:
+    config = parts.config
+    return Summary(
+        config=config,
+        ranks=parts.mesh.world.size,
+        bubble=parts.bubble,
+        step=step,
+        loss=loss,
+        validation=checked,
+        zstd19_bits_per_byte=parts.store.zstd19_bits_per_byte,
+        tokens_per_s=pace.mean_tokens_per_s,
+        checkpoint=newest,
+        stopped_by="" if step >= config.run.steps else wish.why,
+        not_requeued=keeps_from_queue(wish, step - first),
+    )
+
+
+def _agree(parts: Parts, local: Local, asked: Asked, traffic: Traffic, written: bool = False) -> Agreed:
+    """One small sum over all ranks a step: loss, gradient norm, samples, is a checkpoint written, wishes.
+
+    Collective over the mesh.
+    """
+    mesh = parts.mesh
+    sums = np.array([local.loss, parts.gradients.squared_norm(), local.samples, written, *asked, *traffic])
     what = "all ranks to agree on a step's loss and gradient norm"
-    parts.control.allreduce(parts.mesh.world, sums, lambda: what)
-    return Agreed(float(sums[0]), math.sqrt(sums[1]) / parts.loss_scale.value, bool(sums[2] > 0), sums[3:])
+    parts.control.allreduce(mesh.world, sums, lambda: what)
+    loss, squares, samples, done = sums[:4].tolist()
+    asked, traffic = np.split(sums[4:], [len(asked)])
+    each = int(samples) // (mesh.pp.size * mesh.tp.size) % (1 << HASH_BITS)  # all ranks of a replica have read the same
+    norm = math.sqrt(squares) / parts.loss_scale.value
+    return Agreed(loss, norm, wish_of(asked), f"{each:0{HASH_BITS // 4}x}", done == mesh.world.size, traffic)
 
 
 def _update(parts: Parts, norm: float, rate: float) -> bool:
@@ -130,11 +165,11 @@ def _update(parts: Parts, norm: float, rate: float) -> bool:
 
 
 def _not_finite(
-    parts: Parts, agreed: Agreed, local_loss: float, step: int, position: int, saved: Path | None
+    parts: Parts, agreed: Agreed, local: Local, step: int, position: int, saved: Path | None
 ) -> NonFiniteError:
     """Who saw it first. Collective over the mesh; only on the way out."""
     where = f"rank {parts.mesh.world.rank} (dp {parts.mesh.dp.rank}, stage {parts.mesh.pp.rank})"
-    bad_loss = parts.mesh.world.allgather("" if math.isfinite(local_loss) else where)
+    bad_loss = parts.mesh.world.allgather("" if math.isfinite(local.loss) else where)
     bad_gradient = parts.mesh.world.allgather("" if parts.gradients.is_finite() else where)
     ranks = [name for name in bad_loss if name] or [name for name in bad_gradient if name]
     scaled = parts.loss_scale.is_dynamic and math.isfinite(agreed.loss)
@@ -146,6 +181,17 @@ def _not_finite(
     )
     error.everywhere = True
     return error
+
+
+def _look_closer(parts: Parts, log: Log | None, step: int, live: LiveBytes | None, spans: list[Span]) -> None:
+    """What is looked at after some steps only: memory, replicas, the trace. Collective over the mesh."""
+    config = parts.config
+    if live:
+        log_memory(parts, log, step, live.peak)
+    if _due(step, config.communication.hash_every_steps):
+        _check_replicas(parts, step)
+    if step in config.log.trace_steps:
+        write_trace(parts.run_folder / "trace", step, parts.schedule, parts.mesh, spans, parts.control)
 
 
 def _check_replicas(parts: Parts, step: int) -> None:
@@ -211,6 +257,6 @@ def _log_step(parts: Parts, log: Log | None, pace: Pace, step: int, agreed: Agre
     record = {"step": step, "loss": agreed.loss, "learning_rate": rate, "grad_norm": norm}
     if parts.loss_scale.is_dynamic:
         record |= {"loss_scale": parts.loss_scale.value, "skipped_steps": step - parts.optimizer.updates}
-    record |= pace.take(step) | {"memory_gb": memory_gb.item()}
+    record |= pace.take(step) | {"memory_gb": memory_gb.item(), "samples": agreed.samples}
     if log:
         log.step(record)

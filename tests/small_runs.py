@@ -21,6 +21,7 @@ from hpcllm.data.prepare import PrepareOptions, prepare
 from hpcllm.optim.learning_rate import learning_rate
 from hpcllm.step import forward_backward
 from hpcllm.train import _agree, _update
+from hpcllm.wishes import NOTHING
 
 
 @cache
@@ -72,7 +73,7 @@ def run_steps(parts: Parts, steps: int, first: int = 0) -> np.ndarray:
     for step in range(first, first + steps):
         before = parts.traffic()
         local = forward_backward(parts, step, step * config.data.global_batch)
-        agreed = _agree(parts, local, False, parts.traffic() - before)
+        agreed = _agree(parts, local, NOTHING, parts.traffic() - before)
         assert math.isfinite(agreed.loss)
         assert _update(parts, agreed.gradient_norm, learning_rate(step, config.run.steps, config.optimizer))
         seen.append((agreed.loss, agreed.gradient_norm))

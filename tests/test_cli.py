@@ -14,7 +14,7 @@ import hpcllm
 from hpcllm.cli import main
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ["prepare", "train", "generate", "inspect", "schedule"]
+COMMANDS = ["prepare", "train", "generate", "checkpoint", "schedule"]
 HEAVY = {"torch", "mpi4py", "h5py", "numpy", "tokenizers", "zstandard"}
 
 
@@ -44,7 +44,9 @@ def test_help_answers_in_under_half_a_second():
     assert all(command in answer.stdout for command in COMMANDS)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["generate", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["train", "--help"], ["checkpoint", "verify", "--help"]]
+)
 def test_help_imports_nothing_heavy(arguments):
     answer = run(*arguments, python=("-X", "importtime"))
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in answer.stderr.splitlines()}
@@ -96,8 +98,8 @@ def test_a_command_line_that_is_none_has_exit_code_2(arguments, capsys):
         (["train", "empty.toml", "--set", "mesh.pp=3"], "mpirun -n 3"),
         (["train", "broken.toml"], "broken.toml"),
         (["generate", "no such.h5", "--prompt", "x"], "no such.h5"),
-        (["inspect", "no such.h5"], "no such.h5"),
-        (["inspect", "no such.h5", "--json"], "no such.h5"),
+        (["checkpoint", "inspect", "no such.h5"], "no such.h5"),
+        (["checkpoint", "verify", "no such.h5", "--json"], "no such.h5"),
         (["prepare", "no such folder", "--output", "out.h5"], "no such folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -129,3 +131,22 @@ def test_what_runs_on_a_login_node_does_not_start_mpi(module):
     code = f"import sys, {module}; sys.exit('mpi4py.MPI' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=100, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize(
+    ("redirected", "code", "said"),
+    [
+        (">/dev/full", 1, "hpcllm: error: cannot write the output: No space left on device\n"),
+        (">&-", 0, ""),
+        ("| true", 0, ""),
+    ],
+)
+def test_an_output_that_takes_nothing_is_no_riddle(redirected, code, said):
+    """The exit code is the command's own, and nothing but one line is said."""
+    command = (
+        f"set -o pipefail; '{sys.executable}' -m hpcllm schedule --compare --stages 4 --microbatches 8 {redirected}"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100, cwd=ROOT, env=env)
+    assert (ended.returncode, ended.stderr) == (code, said)

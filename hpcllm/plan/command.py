@@ -27,7 +27,7 @@ from hpcllm.printable import size_text
 from hpcllm.ranks import name_ranks
 
 MOST_RANKS = 1 << 22
-PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "checkpoint")
 LOWERED_BY = {
     "parameters": "mesh.pp or mesh.tp; with mesh.pp = 1 optimizer.shard = 'all'",
     "gradients": "optimizer.shard = 'states+gradients', mesh.pp or mesh.tp",
@@ -35,6 +35,7 @@ LOWERED_BY = {
     "activations": "more pipeline.microbatches, pipeline.recompute, mesh.sequence_parallel with mesh.tp, and "
     "pipeline.loss_tokens where the vocabulary is large",
     "buffers": "a smaller communication.bucket_mib",
+    "checkpoint": "checkpoint.asynchronous = false",
 }
 
 

@@ -4,7 +4,8 @@
     gradients     sums in float32                        4 n
     optimizer     two moments, masters where kept        8 n + 4 n
     activations   the most that a step has at once       once through the actions of the schedule
-    buffers       gradients on their way to their owner, weights gathered for a while
+    buffers       gradients on their way to their owner, weights gathered for a while, what error feedback owes
+    checkpoint    the copy that a thread writes while training goes on: a replica's share of all that is kept
 
     shard           none    states    states+gradients    all          a replica's share of dp: n / dp
     parameters       n        n              n            n / dp
@@ -22,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpcllm.codecs.names import parse_name
-from hpcllm.config import Config, traffic_codecs
+from hpcllm.config import Config
 from hpcllm.layout import recompute_of, spans_of
 from hpcllm.model.shapes import StageSpan, parameter_shapes
 from hpcllm.model.shards import shard_of, split_dim
@@ -34,7 +35,7 @@ from hpcllm.plan.backward_pass import backward, second_half
 from hpcllm.plan.forward_pass import forward
 from hpcllm.plan.ledger import Use
 from hpcllm.plan.sizes import Level, Sizes
-from hpcllm.policy import is_exact
+from hpcllm.policy import FEEDBACK, is_exact, traffic_codecs
 
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 ON_THEIR_WAY = 3  # gradient buffers at most, besides those that are being filled: optim/passing.py
@@ -49,6 +50,7 @@ class RankMemory:
     optimizer: int
     activations: int  # at their peak in a step
     buffers: int
+    checkpoint: int
 
     @property
     def states(self) -> int:
@@ -57,7 +59,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        return self.states + self.activations + self.buffers
+        return self.states + self.activations + self.buffers + self.checkpoint
 
 
 def predict(config: Config, schedule: Schedule, pp_rank: int, tp_rank: int = 0) -> RankMemory:
@@ -76,7 +78,8 @@ def predict(config: Config, schedule: Schedule, pp_rank: int, tp_rank: int = 0) 
         gradients=4 * (n if shard in ("none", "states") else share),
         optimizer=(12 if _keeps_master(config) else 8) * updated,
         activations=_activations(config, schedule, pp_rank, chunks),
-        buffers=_buffers(config, sizes),
+        buffers=_buffers(config, sizes) + _surplus(config, sizes),
+        checkpoint=_checkpoint(config, sizes, pp_rank, tp_rank),
     )
 
 
@@ -219,6 +222,30 @@ def _buffers(config: Config, sizes: Mapping[str, int]) -> int:
         blocks = sorted((size for unit, size in units.items() if unit), reverse=True)
         total += ITEM_BYTES[config.precision.compute] * (units[""] + sum(blocks[:2]))  # the one at work and the next
     return total
+
+
+def _surplus(config: Config, sizes: Mapping[str, int]) -> int:
+    """Of error feedback: at most a value for each gradient that is coded."""
+    if not traffic_codecs(config.communication)["gradients"].endswith(FEEDBACK) or config.mesh.dp == 1:
+        return 0
+    return 4 * sum(size for name, size in sizes.items() if not is_exact(name, config.communication.exact))
+
+
+def _checkpoint(config: Config, sizes: Mapping[str, int], pp_rank: int, tp_rank: int) -> int:
+    """Of each parameter once in the job: a tied embedding on the first stage, what tp does not split on its first rank.
+
+    None where the loop writes by itself, as it does at the end of a run.
+    """
+    if not (config.checkpoint.asynchronous and config.checkpoint.every_steps):
+        return 0
+    written = sum(
+        size
+        for name, size in sizes.items()
+        if (pp_rank == 0 or name != "embedding.weight") and (tp_rank == 0 or split_dim(name) is not None)
+    )
+    item_bytes = ITEM_BYTES[config.precision.compute] + (12 if _keeps_master(config) else 8)
+    surplus = _surplus(config, sizes) if config.checkpoint.feedback else 0
+    return item_bytes * math.ceil(written / config.mesh.dp) + surplus
 
 
 def _flats(config: Config, sizes: Mapping[str, int]) -> list[Flat]:

@@ -14,10 +14,12 @@ from pytest_mpi import parallel_assert
 
 from hpcllm import config as configs
 from hpcllm.assemble import assemble
+from hpcllm.checkpoint.state import holdings
 from hpcllm.config import Config
 from hpcllm.data.prepare import PrepareOptions, prepare
 from hpcllm.memory import STAYS, STEP, counting, measured, predicted
 from hpcllm.plan.memory import predict
+from hpcllm.saving import run_state, surplus_of
 from hpcllm.step import forward_backward
 
 WIRINGS = {
@@ -74,11 +76,15 @@ def check(config: Config, comm) -> None:
         parts.optimizer.update(1e-3, 1.0)
         found, told = measured(parts, live.peak), predicted(parts)
         most = predict(parts.config, parts.schedule, parts.mesh.pp.rank, parts.mesh.tp.rank)
+        kept = holdings(run_state(parts, surplus_of(parts), 1, 8), rank=1).tensors.values()
+        copied = sum(tensor.nbytes for tensor in kept)
+    parallel_assert(abs(copied - most.checkpoint) <= 0.01 * most.checkpoint, msg=f"{copied} {most.checkpoint}")
     for kind in STAYS:
         parallel_assert(abs(found[kind] - told[kind]) <= 0.01 * told[kind], msg=f"{kind} {found[kind]} {told[kind]}")
     said = f"rank {comm.rank}: {found[STEP]} predicted as {most.activations} and {most.buffers}"
     parallel_assert(0.95 * most.activations <= found[STEP] <= 1.05 * told[STEP], msg=said)
-    parallel_assert(most.buffers == 0 or config.optimizer.shard != "none", msg=said)
+    has_buffers = config.optimizer.shard != "none" or config.communication.gradients.endswith("+ef")
+    parallel_assert(most.buffers == 0 or has_buffers, msg=said)
 
 
 LEVELS = [("none", 0, False), ("none", 48, True), ("selective", 0, True), ("selective", 48, False), ("full", 0, False)]
@@ -122,6 +128,17 @@ def test_sharded_states(comm, store, compute):
             "precision": {"compute": compute},
         }
         check(run_config(store, "llama", tables), comm)
+
+
+@pytest.mark.parallel([3])
+def test_what_error_feedback_owes_is_copied_too(comm, store):
+    for shard in ("none", "states", "all"):
+        tables = {
+            "data": {"global_batch": 4 * comm.size},
+            "optimizer": {"shard": shard},
+            "communication": {"gradients": "int4:32+ef", "bucket_mib": 0.05},
+        }
+        check(run_config(store, "gpt2", tables), comm)
 
 
 @pytest.mark.parallel([4])
