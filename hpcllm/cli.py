@@ -89,7 +89,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "inputs",
         nargs="*",
-        type=_input,
+        type=checkpoint.named,
         metavar="INPUT",
         help="files or folders: text, .jsonl, also .gz and .zst; none: the source of the Python standard library",
     )
@@ -103,12 +103,6 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the train/validation split (default: 0)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(command=prepare)
-
-
-def _input(text: str) -> Path:
-    if not text:  # an unset shell variable; Path("") would be the whole current folder
-        raise argparse.ArgumentTypeError("an empty INPUT; name a file or a folder, or leave it out")
-    return Path(text)
 
 
 def prepare(arguments: argparse.Namespace) -> int:
@@ -204,7 +198,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "srun on as many ranks as --tp times --pp says, which share the model."
     )
     parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, a run folder, or a Hugging Face folder"
+        "checkpoint",
+        type=checkpoint.named,
+        metavar="CHECKPOINT",
+        help="a checkpoint, a run folder, or a Hugging Face folder",
     )
     parser.add_argument("--prompt", required=True, help="the text to continue")
     parser.add_argument("--tokens", type=int, default=200, help="at most so many new tokens (default: 200)")

@@ -105,7 +105,7 @@ def read_front(descriptor: int) -> Front:
     head = os.pread(descriptor, len(_head(0, 0)), 0)
     size = _size_in(head)
     if not len(head) < size <= LARGEST_BYTES:
-        raise CheckpointError("is not a complete checkpoint: it does not begin with a front of hpcllm")
+        raise CheckpointError("is no checkpoint of ours, or not a complete one: it does not begin as they do")
     return Front(size, head, os.pread(descriptor, size - len(head), len(head)))
 
 

@@ -61,7 +61,9 @@ def check_space(folder: Path, specs: Mapping[str, DatasetSpec]) -> None:
     free = space.f_bavail * space.f_frsize
     needed = sum(spec.bytes for spec in specs.values()) + _TABLE_BYTES * len(specs) + _HEADROOM_BYTES
     if needed > free:
-        raise CheckpointError(f"{folder} has {free:,} bytes free, but the checkpoint needs {needed:,}; make room there")
+        raise CheckpointError(
+            f"{folder} has {free:,} bytes free, but the checkpoint needs {needed:,} with its tables; make room there"
+        )
 
 
 def finish(

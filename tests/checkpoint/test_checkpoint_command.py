@@ -155,6 +155,16 @@ def test_a_signal_in_the_middle_leaves_nothing_half_written(run_folder, tmp_path
     assert signal.getsignal(number) == handler
 
 
+@pytest.mark.parametrize("arguments", [["inspect", ""], ["diff", "", "x"], ["compress", "", "y"], ["verify", ""]])
+def test_an_empty_name_is_not_the_current_folder(run_folder, monkeypatch, capsys, arguments):
+    """As of an unset variable of a shell."""
+    monkeypatch.chdir(run_folder)
+    with pytest.raises(SystemExit) as left:
+        main(["checkpoint", *arguments])
+    assert left.value.code == 2
+    assert "an empty name" in capsys.readouterr().err
+
+
 @pytest.mark.parallel([2, 3])
 def test_ranks_find_the_same_damage_together(comm, shared_path, write_alone):
     path = shared_path / "x.h5"

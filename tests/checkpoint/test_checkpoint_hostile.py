@@ -230,7 +230,7 @@ def test_other_files_are_refused(tmp_path, content):
 def test_plain_hdf5_is_refused(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["x"] = np.zeros(3)
-    with pytest.raises(CheckpointError, match=r"x\.h5: is not a complete checkpoint"):
+    with pytest.raises(CheckpointError, match=r"x\.h5: is no checkpoint of ours, or not a complete one"):
         use(tmp_path / "x.h5")
 
 
