@@ -24,7 +24,7 @@ from hpcllm.axes import describe_rank
 from hpcllm.checkpoint.mpio import check_writer
 from hpcllm.collectives import group_of, prepare
 from hpcllm.collectives.select import Tuning, link_codec, load_tuning, use_tuning
-from hpcllm.config import Config
+from hpcllm.config import Config, traffic_codecs
 from hpcllm.data.sampler import Sampler, sample_count
 from hpcllm.data.store import TokenStore
 from hpcllm.errors import ConfigError, DataError
@@ -46,7 +46,6 @@ from hpcllm.pipeline.link import BACKWARD, FORWARD, Codecs, Link
 from hpcllm.pipeline.placement import Placement
 from hpcllm.pipeline.schedules import Schedule
 from hpcllm.pipeline.timing import simulate
-from hpcllm.policy import traffic_codecs
 from hpcllm.precision import LossScale, compute_dtype, make_loss_scale
 from hpcllm.together import on_root
 from hpcllm.waiting import Waits

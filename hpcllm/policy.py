@@ -11,13 +11,8 @@ lossless exponent coding where the model is split.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hpcllm.codecs.names import parse_name
 from hpcllm.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hpcllm.config import CommunicationConfig
 
 TRAFFIC = ("gradients", "parameters", "forward", "backward", "tensor")
 POLICIES = {
@@ -38,11 +33,6 @@ def codecs_of(policy: str, chosen: dict[str, str]) -> dict[str, str]:
     for kind, name in codecs.items():
         _check(kind, name)
     return codecs
-
-
-def traffic_codecs(communication: CommunicationConfig) -> dict[str, str]:
-    """Kind of traffic -> codec name, after policy and single keys. Raises ConfigError."""
-    return codecs_of(communication.policy, {kind: getattr(communication, kind) for kind in TRAFFIC})
 
 
 def _check(kind: str, name: str) -> None:

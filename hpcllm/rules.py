@@ -1,18 +1,14 @@
-"""What the keys of a run file may hold: one row a key, then what must fit together. config.py checks by it. Pure."""
+"""What a single key of a run file may hold: its type and one row a rule. What must fit together: config.py. Pure."""
 
 from __future__ import annotations
 
+import difflib
 import math
+import typing
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from hpcllm.errors import ConfigError
-from hpcllm.policy import traffic_codecs
-
-if TYPE_CHECKING:
-    from hpcllm.config import CommunicationConfig, Config, ModelConfig, PipelineConfig
-
-SHARED_OUT = ("ring", "two_step", "node_window", "native")  # algorithms that give each replica its share of a sum
 
 # key -> (what is valid, test); one row per rule that a single value decides
 RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -84,80 +80,50 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def check_together(config: Config) -> None:
-    """Raises ConfigError for keys that are fine by themselves, but not together."""
-    model, data = config.model, config.data
-    if not model.head_channels and model.hidden % model.heads:
-        raise ConfigError(
-            f"model.hidden = {model.hidden} does not split into model.heads = {model.heads}; "
-            f"valid heads: {divisors(model.hidden)}; or give model.head_channels, the channels of one head"
-        )
-    if model.heads % model.key_value_heads:
-        raise ConfigError(
-            f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}; "
-            f"valid: {divisors(model.heads)}"
-        )
-    turned = model.turned_channels
-    if model.positions == "rotary" and (turned % 2 or not turned):
-        raise ConfigError(
-            f"model.rope_fraction = {model.rope_fraction} of a head's {model.head_dim} channels (model.hidden / "
-            f"model.heads, or model.head_channels) is {turned}; rotary positions turn pairs: it must be even, not 0"
-        )
-    if model.rope_scaling == "llama3" and model.rope_low_frequency >= model.rope_high_frequency:
-        raise ConfigError(
-            f"model.rope_low_frequency = {model.rope_low_frequency} is not below model.rope_high_frequency = "
-            f"{model.rope_high_frequency}; Llama 3 has 1 and 4"
-        )
-    if data.sequence_length > model.max_sequence:
-        raise ConfigError(
-            f"data.sequence_length = {data.sequence_length} is longer than "
-            f"model.max_sequence = {model.max_sequence}; lower the one or raise the other"
-        )
-    if late := [step for step in config.log.trace_steps if step > config.run.steps]:
-        raise ConfigError(f"log.trace_steps has {late[0]}, but run.steps = {config.run.steps}; valid: 1 to that")
-    _check_pipeline(config.pipeline, model)
-    _check_communication(config.communication)
-    _check_shard(config)
-
-
-def _check_pipeline(pipeline: PipelineConfig, model: ModelConfig) -> None:
-    if (pipeline.schedule == "custom") != bool(pipeline.file):
-        raise ConfigError(
-            f"pipeline.schedule = {pipeline.schedule!r} with pipeline.file = {pipeline.file!r}; valid: 'custom' with "
-            "the file of a schedule, or another schedule without one"
-        )
-    if pipeline.layers and sum(pipeline.layers) != model.layers:
-        raise ConfigError(
-            f"pipeline.layers = {list(pipeline.layers)} adds up to {sum(pipeline.layers)}, but model.layers = "
-            f"{model.layers}; valid: numbers that add up to it, or [] to divide by cost"
-        )
-
-
-def _check_communication(communication: CommunicationConfig) -> None:
-    gradients = traffic_codecs(communication)["gradients"]
-    if communication.algorithm in ("native", "node_window") and gradients != "raw":
-        raise ConfigError(
-            f"communication.algorithm = {communication.algorithm!r} adds up values as they are, but the gradients "
-            f"travel as {gradients!r}; valid: communication.gradients = 'raw', or another algorithm, such as 'auto'"
-        )
-
-
-def _check_shard(config: Config) -> None:
-    shard, algorithm = config.optimizer.shard, config.communication.algorithm
-    if shard == "all" and config.mesh.pp > 1:
-        raise ConfigError(
-            f"optimizer.shard = 'all' with mesh.pp = {config.mesh.pp}: each microbatch would gather a stage's weights "
-            "anew; valid: mesh.pp = 1, or optimizer.shard = 'none', 'states' or 'states+gradients'"
-        )
-    if shard != "none" and algorithm not in ("auto", *SHARED_OUT):
-        raise ConfigError(
-            f"communication.algorithm = {algorithm!r} gives every replica the whole sum, but with optimizer.shard = "
-            f"{shard!r} each gets its share; valid: auto, {', '.join(SHARED_OUT)}"
-        )
-
-
 def divisors(n: int) -> str:
     """'1, 2, 4, 8' for 8: the answer that an error about a remainder owes its reader; the first dozen of many."""
     low = [d for d in range(1, math.isqrt(min(n, 10**12)) + 1) if n % d == 0]
     found = sorted({*low, *(n // d for d in low)})
     return ", ".join(map(str, found[:12])) + (", ..." if len(found) > 12 else "")
+
+
+def checked(key: str, value: Any, kind: Any) -> Any:
+    """The value of a key of the declared type `kind`, a whole number as float where that is it. Raises ConfigError."""
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            raise ConfigError(f"{key} = {value!r} should be one of {', '.join(map(repr, choices))}")
+        return value
+    value = typed(key, value, kind)
+    if kind is float and not math.isfinite(value):
+        raise ConfigError(f"{key} = {value} should be a finite number")
+    valid, holds = RULES.get(key, ("", lambda _: True))
+    if not holds(value):
+        shown = list(value) if isinstance(value, tuple) else value  # as the file has it
+        raise ConfigError(f"{key} = {shown!r} is out of range; valid: {valid}")
+    return value
+
+
+def typed(key: str, value: Any, kind: Any) -> Any:
+    """The same, of the type alone."""
+    if typing.get_origin(kind) is tuple:
+        return _whole_numbers(key, value)
+    if kind is float and type(value) is int and abs(value) < 2**53:
+        return float(value)
+    if type(value) is not kind:
+        names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+        raise ConfigError(f"{key} = {value!r} should be {names[kind]}")
+    return value
+
+
+def nearest(name: str, valid: typing.Iterable[str]) -> str:
+    """What `name` may have been meant to be, and all that is valid, for the message of an error."""
+    close = difflib.get_close_matches(name, list(valid), 1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"{hint}valid: {', '.join(sorted(valid))}"
+
+
+def _whole_numbers(key: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or any(type(item) is not int for item in value):
+        raise ConfigError(f"{key} = {value!r} should be a list of whole numbers, for example {key} = [5, 6, 6, 5]")
+    return tuple(value)

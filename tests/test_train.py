@@ -25,7 +25,7 @@ from hpcllm.job import StopSignals
 from hpcllm.optim.buckets import GradientBuckets
 from hpcllm.pipeline.measured import read_trace
 from hpcllm.pipeline.schedules import SCHEDULES, make_schedule
-from hpcllm.policy import POLICIES, traffic_codecs
+from hpcllm.policy import POLICIES
 from hpcllm.summary import Summary
 
 LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 3: [(1, 3), (3, 1)], 4: [(2, 2), (4, 1), (1, 4)]}
@@ -329,7 +329,7 @@ def test_every_policy_learns_and_keeps_its_replicas_equal(comm, store, policy):
         got, want = (np.array(logged(runs[name], "loss")) for name in (policy, "none"))
         assert np.array_equal(got[:5], want[:5])
         np.testing.assert_allclose(got, want, rtol=2e-2)
-        codecs = traffic_codecs(runs[policy].communication)
+        codecs = configs.traffic_codecs(runs[policy].communication)
         for kind, sent in [("gradients", dp > 1), ("forward", pp > 1), ("backward", pp > 1)]:
             ratios = logged_by_step(runs[policy], f"{kind}_ratio")  # of messages; sums in shared memory send none
             assert all(ratios.get(step, 1.0) == 1.0 for step in range(1, 6))

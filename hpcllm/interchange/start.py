@@ -23,14 +23,13 @@ from hpcllm.checkpoint.locate import is_ours
 from hpcllm.checkpoint.pieces import Shards
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.restore import restore, tokenizer_json
-from hpcllm.config import Config, ModelConfig, from_tables
+from hpcllm.config import Config, ModelConfig, check_together, from_tables
 from hpcllm.errors import ConfigError, HpcllmError
 from hpcllm.interchange.architectures import canonical
 from hpcllm.interchange.contents import read_contents
 from hpcllm.interchange.dtype import as_tensor
 from hpcllm.interchange.folder import Folder, which
 from hpcllm.optim.pieces import Piece
-from hpcllm.rules import check_together
 from hpcllm.together import on_root, raise_together
 
 if TYPE_CHECKING:

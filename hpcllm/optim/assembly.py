@@ -20,7 +20,7 @@ from hpcllm.collectives.group import make_group
 from hpcllm.collectives.select import Tuning, use_tuning
 from hpcllm.collectives.wire import Wire
 from hpcllm.collectives.worker import Worker
-from hpcllm.config import Config
+from hpcllm.config import Config, traffic_codecs
 from hpcllm.errors import UserError
 from hpcllm.mesh import Mesh
 from hpcllm.model.tensor_parallel import TensorParallel
@@ -30,7 +30,6 @@ from hpcllm.optim.passing import make_passages
 from hpcllm.optim.sections import BucketPlan, Groups, make_sections
 from hpcllm.optim.units import UnitWeights
 from hpcllm.optim.weights import Fill, GatheredWeights, Weights, WholeWeights
-from hpcllm.policy import traffic_codecs
 from hpcllm.waiting import Waits
 from hpcllm.watch import Watch
 

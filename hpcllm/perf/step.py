@@ -26,7 +26,7 @@ from hpcllm.config import Config
 from hpcllm.errors import ConfigError
 from hpcllm.metrics import KINDS, TRAFFIC, Traffic
 from hpcllm.perf.records import check_writable, write_whole
-from hpcllm.policy import POLICIES, traffic_codecs
+from hpcllm.policy import POLICIES
 from hpcllm.step import forward_backward
 from hpcllm.together import on_root
 
@@ -82,7 +82,7 @@ def _record(policy: str, parts: Parts, seconds: list[float], traffic: Traffic, c
     record = {
         "operation": "step",
         "policy": policy,
-        "codecs": traffic_codecs(parts.config.communication),
+        "codecs": configs.traffic_codecs(parts.config.communication),
         **parts.mesh.shape,
         "ranks": comm.size,
         "nodes": group_of(comm).nodes,

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpcllm.codecs.names import parse_name
-from hpcllm.config import Config
+from hpcllm.config import Config, traffic_codecs
 from hpcllm.layout import recompute_of, spans_of
 from hpcllm.model.shapes import StageSpan, parameter_shapes
 from hpcllm.model.shards import shard_of, split_dim
@@ -35,7 +35,7 @@ from hpcllm.plan.backward_pass import backward, second_half
 from hpcllm.plan.forward_pass import forward
 from hpcllm.plan.ledger import Use
 from hpcllm.plan.sizes import Level, Sizes
-from hpcllm.policy import FEEDBACK, is_exact, traffic_codecs
+from hpcllm.policy import FEEDBACK, is_exact
 
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 ON_THEIR_WAY = 3  # gradient buffers at most, besides those that are being filled: optim/passing.py
