@@ -28,5 +28,5 @@ def crash(monkeypatch):
 def test_a_killed_run_goes_on_and_ends_with_the_same_bits(crash):
     want, whole_s = crash.reference(str(store()), ranks=2)
     assert sorted(want.losses) == list(range(1, 13))
-    records = crash.episode(str(store()), 2, want, whole_s, kills=3, rng=random.Random(6))
+    records = crash.episode(str(store()), 2, want, whole_s, kills=3, rng=random.Random(1))  # the first one in a write
     assert records

@@ -17,7 +17,7 @@ from hpcllm.checkpoint.archive import compress
 from hpcllm.checkpoint.layout import MASTER, MODEL
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.config import Config, ModelConfig
-from hpcllm.errors import ConfigError, InterchangeError, MeshError
+from hpcllm.errors import ConfigError, DataError, MeshError
 from hpcllm.interchange.convert import convert
 from hpcllm.interchange.dtype import as_tensor
 from hpcllm.job import StopSignals
@@ -143,5 +143,5 @@ def test_a_model_that_is_said_as_well_must_be_the_one(comm, shared_path):
     convert(path, shared_path / "theirs", comm)
     (shared_path / "theirs" / "config.json").unlink()
     again = configs.to_tables(run(shared_path / "theirs"))["run"] | {"name": "b"}
-    with pytest.raises(InterchangeError, match=r"has no config\.json"):
+    with pytest.raises(DataError, match=r"has no config\.json"):
         train(run(shared_path / "theirs", run=again), comm)
