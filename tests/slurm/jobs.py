@@ -59,7 +59,7 @@ SCRIPT = """#!/bin/bash
 #SBATCH --nodes=2 --ntasks-per-node=1 --time={minutes} --requeue --open-mode=append
 export OMP_NUM_THREADS=1
 echo "start ${{SLURM_RESTART_COUNT:-0}}"
-srun {python} -m hpcllm train "{here}/run.toml" {sets}
+srun "{python}" -m hpcllm train "{here}/run.toml" {sets}
 echo "exit code $?"
 """
 RUN_FILE = """
