@@ -89,7 +89,7 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "inputs",
         nargs="*",
-        type=checkpoint.named,
+        type=checkpoint.file_or_folder,
         metavar="INPUT",
         help="files or folders: text, .jsonl, also .gz and .zst; none: the source of the Python standard library",
     )
@@ -199,7 +199,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "checkpoint",
-        type=checkpoint.named,
+        type=checkpoint.file_or_folder,
         metavar="CHECKPOINT",
         help="a checkpoint, a run folder, or a Hugging Face folder",
     )

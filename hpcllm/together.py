@@ -46,6 +46,11 @@ def on_root(comm: MPI.Intracomm | None, function: Callable[[], T]) -> T:
     return answer
 
 
+def place_in(comm: MPI.Intracomm | None) -> tuple[int, int]:
+    """Which rank this is, of how many; alone: 0 of 1."""
+    return (comm.rank, comm.size) if comm else (0, 1)
+
+
 def raise_together(comm: MPI.Intracomm | None, error: Exception | None) -> None:
     """Raise on every rank if any rank brings an error; a rank's own error is chained. Collective over comm."""
     if comm is None:

@@ -12,9 +12,7 @@ file that was packed. Works without MPI: comm=None.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -38,7 +36,7 @@ from hpcllm.checkpoint.writer import prepare, write
 from hpcllm.errors import CheckpointError, DataError, HpcllmError
 from hpcllm.printable import printable, size_text
 from hpcllm.raw_hdf5 import make_dataset
-from hpcllm.together import on_root, raise_together
+from hpcllm.together import on_root, place_in, raise_together
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -88,18 +86,12 @@ def compress(
         if checkpoint.is_packed:
             raise _everywhere(DataError(f"{source} is an archive already"))
         index = Index(specs_of(checkpoint), checkpoint.attributes)
-        temporary = on_root(comm, lambda: skeleton.temporary_name(target))
-        try:
+        with skeleton.aside(target, comm) as temporary:
             front = on_root(comm, lambda: _make(temporary, target, index, level))
             packed = _pack_together(checkpoint, temporary, level, advance)
             each = (checkpoint.datasets[name].checksums for name in sorted(index.datasets))
             checksums = np.concatenate([np.empty(0, np.uint64), *each])
             on_root(comm, lambda: skeleton.finish(temporary, target, index, front, checksums, packed))
-        except BaseException:
-            if comm is None or comm.rank == 0:
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
-            raise
         return _report(checkpoint, target, started_s)
 
 
@@ -115,7 +107,7 @@ def decompress(
         if not checkpoint.is_packed:
             raise _everywhere(DataError(f"{source} is no archive, so it is what decompress would write"))
         specs = specs_of(checkpoint)
-        rank, ranks = (comm.rank, comm.size) if comm else (0, 1)
+        rank, ranks = place_in(comm)
         blocks = my_blocks(specs, rank, ranks)
         slabs = [specs[name].block(name, index) for name, index in blocks]
         unpacked = zip(slabs, ahead(lambda block: checkpoint.read_block(*block), blocks, ranks), strict=True)
@@ -173,7 +165,7 @@ def _pack_together(
 ) -> np.ndarray | None:
     """Returns /packed, on rank 0. Collective. Whoever fails goes on with empty chunks, so that nobody waits for it."""
     comm, specs = checkpoint.comm, specs_of(checkpoint)
-    rank, ranks = (comm.rank, comm.size) if comm else (0, 1)
+    rank, ranks = place_in(comm)
     blocks = blocks_of(specs)
     first = FirstError()
 
@@ -200,11 +192,7 @@ def _pack_together(
 
 def _packed(checkpoint: Checkpoint, block: Block, level: int) -> bytes:
     spec = checkpoint.datasets[block[0]].spec
-    return pack(as_bytes(checkpoint.read_block(*block)), spec.item_bytes, _chunk_bytes(spec), level)
-
-
-def _chunk_bytes(spec: DatasetSpec) -> int:
-    return math.prod(spec.block_shape) * spec.item_bytes
+    return pack(as_bytes(checkpoint.read_block(*block)), spec.item_bytes, spec.chunk_bytes, level)
 
 
 def _write_chunks(
@@ -221,7 +209,7 @@ def _write_chunks(
                 break
             start = specs[name].block(name, index).start or (0,)
             dataset = file[name].id
-            dataset.write_direct_chunk(start, chunk, filter_mask(len(chunk), _chunk_bytes(specs[name])))
+            dataset.write_direct_chunk(start, chunk, filter_mask(len(chunk), specs[name].chunk_bytes))
             places.append((dataset.get_chunk_info_by_coord(start).byte_offset, len(chunk), checksum(chunk)))
             advance(block_bytes(specs, (name, index)))
         front = file.userblock_size

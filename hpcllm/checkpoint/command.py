@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _NAMED = "a checkpoint; of a run folder or its checkpoints/, the newest"
 
 
-def named(text: str) -> Path:
+def file_or_folder(text: str) -> Path:
     """The type of an argument that names a file or a folder."""
     if not text:  # an unset shell variable; Path("") would be the whole current folder
         raise argparse.ArgumentTypeError("an empty name; name a file or a folder")
@@ -53,7 +53,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
         "Show a checkpoint: the tree of its tensors with shapes, types, sizes and norms, its run file, and how it was "
         "written. All of it is read and checked; a damaged block is named, and the rest is shown."
     )
-    parser.add_argument("checkpoint", type=named, metavar="CHECKPOINT", help=_NAMED)
+    parser.add_argument("checkpoint", type=file_or_folder, metavar="CHECKPOINT", help=_NAMED)
     parser.add_argument("--json", action="store_true", help="print as JSON")
     parser.set_defaults(command=inspect)
 
@@ -73,7 +73,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Check every byte of checkpoints and list all blocks that are damaged. Ranks share the reading."
     )
-    parser.add_argument("checkpoints", nargs="+", type=named, metavar="CHECKPOINT", help=_NAMED)
+    parser.add_argument("checkpoints", nargs="+", type=file_or_folder, metavar="CHECKPOINT", help=_NAMED)
     parser.add_argument("--all", action="store_true", help="of a folder, all checkpoints instead of the newest")
     parser.add_argument("--json", action="store_true", help="print as JSON")
     parser.set_defaults(command=verify)
@@ -106,8 +106,8 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
         "tensors element by element. Exit code 0: the same bits; when, where and on which mesh a file was "
         "written is shown, but does not count."
     )
-    parser.add_argument("a", type=named, metavar="A", help=_NAMED)
-    parser.add_argument("b", type=named, metavar="B", help="the same")
+    parser.add_argument("a", type=file_or_folder, metavar="A", help=_NAMED)
+    parser.add_argument("b", type=file_or_folder, metavar="B", help="the same")
     parser.add_argument(
         "--tolerance",
         type=float,
@@ -143,8 +143,10 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
         "Convert a Hugging Face folder (safetensors; GPT-2, GPT-NeoX, Llama, Mistral, Qwen2) into a checkpoint, or a "
         "checkpoint into such a folder. Ranks share the work under mpirun or srun; the model need not fit in memory."
     )
-    parser.add_argument("source", type=named, metavar="SOURCE", help=f"a folder with config.json, or {_NAMED}")
-    parser.add_argument("target", type=named, metavar="TARGET", help="the file.h5 or the folder to write; must be new")
+    parser.add_argument("source", type=file_or_folder, metavar="SOURCE", help=f"a folder with config.json, or {_NAMED}")
+    parser.add_argument(
+        "target", type=file_or_folder, metavar="TARGET", help="the file.h5 or the folder to write; must be new"
+    )
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="", help="round to it (default: keep)")
     parser.add_argument(
         "--architecture",
@@ -213,8 +215,10 @@ def decompress(arguments: argparse.Namespace) -> int:
 
 
 def _add_source_and_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=named, metavar="SOURCE", help=_NAMED)
-    parser.add_argument("target", type=named, metavar="TARGET", help="a new file, or a folder for one of the same name")
+    parser.add_argument("source", type=file_or_folder, metavar="SOURCE", help=_NAMED)
+    parser.add_argument(
+        "target", type=file_or_folder, metavar="TARGET", help="a new file, or a folder for one of the same name"
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 

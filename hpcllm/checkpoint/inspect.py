@@ -49,7 +49,7 @@ def describe(checkpoint: Checkpoint, advance: Callable[[int], None] = lambda _: 
         "path": str(checkpoint.path),
         "file_bytes": checkpoint.file_bytes,
         "tensor_bytes": sum(item["bytes"] for item in datasets.values()),
-        "packed": any(item.packed is not None for item in checkpoint.datasets.values()),
+        "packed": checkpoint.is_packed,
         "attributes": dict(checkpoint.attributes),
         "datasets": datasets,
         "damage": [dataclasses.asdict(item) for item in damage],

@@ -63,6 +63,11 @@ class DatasetSpec:
         return block_shape(self.shape, self.item_bytes)
 
     @property
+    def chunk_bytes(self) -> int:
+        """Of such a block, and of every chunk of an archive."""
+        return math.prod(self.block_shape) * self.item_bytes
+
+    @property
     def blocks(self) -> int:
         return block_count(self.shape, self.item_bytes)
 

@@ -12,7 +12,6 @@ Reading is not collective: fetch.py reads for all ranks together, each block onc
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpcllm.checkpoint.blocks import block_shape, touching
+from hpcllm.checkpoint.blocks import touching
 from hpcllm.checkpoint.directory import PACKED_WORDS, Directory, Stored, Tables, make_directory, read_tables
 from hpcllm.checkpoint.layout import STORED_AS, Attribute, as_bytes, checksum
 from hpcllm.checkpoint.packing import unpack
@@ -139,14 +138,15 @@ class Checkpoint:
     def _unpack(self, stored: Stored, index: int, out: memoryview, packed: np.ndarray) -> None:
         offset, length, xxh3 = map(int, packed)
         what, spec = self._name(stored, index), stored.spec
-        chunk_bytes = spec.item_bytes * math.prod(block_shape(spec.shape, spec.item_bytes))
-        if length > chunk_bytes:
-            raise CheckpointError(f"{self.path}: {what} is packed into {length:,} bytes; valid: up to {chunk_bytes:,}")
+        if length > spec.chunk_bytes:
+            raise CheckpointError(
+                f"{self.path}: {what} is packed into {length:,} bytes; valid: up to {spec.chunk_bytes:,}"
+            )
         chunk = memoryview(bytearray(length))
         self._pread(stored, index, chunk, offset)
         self._compare(stored, index, checksum(chunk), xxh3)
         try:
-            unpack(chunk, out, spec.item_bytes, chunk_bytes)
+            unpack(chunk, out, spec.item_bytes, spec.chunk_bytes)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {what} {error}") from error
 

@@ -9,14 +9,15 @@ that had the name before is still there.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
@@ -26,6 +27,10 @@ from hpcllm.checkpoint.index import Index
 from hpcllm.checkpoint.layout import CHECKSUMS, COMPLETE, DTYPE_ATTRIBUTE, PACKED, STORED_AS, DatasetSpec
 from hpcllm.errors import CheckpointError
 from hpcllm.raw_hdf5 import allocate, sync
+from hpcllm.together import on_root, place_in
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _LIBVER = ("v108", "v110")  # tools built on HDF5 1.10 open it
 _ALIGN_BYTES = 4096  # what is as large begins a page; to align the small ones too costs HDF5 quadratic time
@@ -33,9 +38,22 @@ _TABLE_BYTES = 8192  # at most so much a dataset for alignment, header, checksum
 _HEADROOM_BYTES = 1 << 20  # for attributes
 
 
-def temporary_name(path: Path) -> Path:
-    """Beside the target, so that the rename stays on one file system; host and process tell whether it is stale."""
-    return path.with_name(f"{path.name}.tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
+@contextlib.contextmanager
+def aside(path: Path, comm: MPI.Intracomm | None) -> Iterator[Path]:
+    """The name under which `path` is made until it is whole, the same on all ranks; the file goes if that fails.
+
+    Beside the target, so that the rename stays on one file system; host and process tell whether it is stale.
+    Collective over comm.
+    """
+    mark = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    temporary = on_root(comm, lambda: path.with_name(f"{path.name}.tmp-{mark}"))
+    try:
+        yield temporary
+    except BaseException:
+        if place_in(comm)[0] == 0:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+        raise
 
 
 def make(temporary: Path, specs: Mapping[str, DatasetSpec], front: int, **driver: Any) -> dict[str, int]:

@@ -22,6 +22,7 @@ from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.shares import Block, block_bytes, my_blocks
 from hpcllm.errors import CheckpointError
 from hpcllm.printable import printable, size_text
+from hpcllm.together import place_in
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -119,9 +120,8 @@ def find_damage(checkpoint: Checkpoint, advance: Callable[[int], None] = lambda 
     advance: told the bytes that this rank has read, as it does.
     """
     specs = specs_of(checkpoint)
-    rank, ranks = (checkpoint.comm.rank, checkpoint.comm.size) if checkpoint.comm else (0, 1)
     found: list[Damage] = []
-    for block, result in survey(checkpoint, my_blocks(specs, rank, ranks), lambda *_: None):
+    for block, result in survey(checkpoint, my_blocks(specs, *place_in(checkpoint.comm)), lambda *_: None):
         advance(block_bytes(specs, block))
         found += [result] if result else []
     if checkpoint.comm:

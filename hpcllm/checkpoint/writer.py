@@ -34,7 +34,7 @@ from hpcllm.checkpoint.slabs import Slab
 from hpcllm.checkpoint.striping import set_stripes
 from hpcllm.errors import CheckpointError, StallError
 from hpcllm.raw_hdf5 import sync, write_at
-from hpcllm.together import on_root, raise_together
+from hpcllm.together import on_root, place_in, raise_together
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -95,10 +95,9 @@ def write(
     temporary file is then gone and what was at `path` is untouched.
     """
     started_s = time.perf_counter()
-    temporary = Path(on_root(comm, lambda: str(skeleton.temporary_name(path))))
-    said: dict[str, Attribute] = {"written/writer": settings.writer, "written/ranks": comm.size if comm else 1}
+    said: dict[str, Attribute] = {"written/writer": settings.writer, "written/ranks": place_in(comm)[1]}
     index = Index(plan.specs, {**said, **attributes, SECONDS: _LONGEST_S})
-    try:
+    with skeleton.aside(path, comm) as temporary:
         note, front = on_root(comm, lambda: _make_room(temporary, path, index, settings))
         if settings.writer == "mpio" and comm:
             from hpcllm.checkpoint import mpio  # starts MPI
@@ -115,11 +114,6 @@ def write(
             skeleton.finish(temporary, path, Index(plan.specs, {**said, **attributes}, offsets), front, found)
 
         on_root(comm, finish)
-    except BaseException:
-        if comm is None or comm.rank == 0:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-        raise
     seconds = time.perf_counter() - started_s
     return WriteReport(path, sum(spec.bytes for spec in plan.specs.values()), seconds, note)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpcllm.checkpoint import regular
 from hpcllm.config import ModelConfig
 from hpcllm.errors import InterchangeError
 from hpcllm.interchange.architectures import read_model
@@ -217,12 +218,9 @@ def open_file(path: Path) -> int:
 
 def read_at(descriptor: int, out: memoryview, offset: int, path: Path) -> None:
     """Fill `out` from byte `offset` of the file on. Raises InterchangeError."""
-    done = 0
-    while done < len(out):
-        try:
-            count = os.preadv(descriptor, [out[done : done + _REQUEST_BYTES]], offset + done)
-        except OSError as error:
-            raise InterchangeError(f"cannot read {path}: {error.strerror}") from error
-        if count == 0:
-            raise InterchangeError(f"{path} ends at byte {offset + done}; it was cut while it was read")
-        done += count
+    try:
+        count = regular.read_at(descriptor, out, offset)
+    except OSError as error:
+        raise InterchangeError(f"cannot read {path}: {error.strerror}") from error
+    if count < len(out):
+        raise InterchangeError(f"{path} ends at byte {offset + count}; it was cut while it was read")

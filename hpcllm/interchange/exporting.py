@@ -37,7 +37,7 @@ from hpcllm.interchange.safetensors import lay_out
 from hpcllm.interchange.texts import as_json
 from hpcllm.model.shapes import parameter_shapes
 from hpcllm.raw_hdf5 import sync, write_at
-from hpcllm.together import on_root, raise_together
+from hpcllm.together import on_root, place_in, raise_together
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _create(aside: Path, plan: Plan) -> None:
 
 def _write_together(checkpoint: Checkpoint, kind: str, plan: Plan, aside: Path, advance: Callable[[int], None]) -> None:
     comm = checkpoint.comm
-    rank, ranks = (comm.rank, comm.size) if comm else (0, 1)
+    rank, ranks = place_in(comm)
     specs = {name: checkpoint.datasets[f"{kind}/{name}"].spec for name in plan.places}
     blocks = my_blocks(specs, rank, ranks)
     error: Exception | None = None

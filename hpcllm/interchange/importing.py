@@ -23,6 +23,7 @@ from hpcllm.config import DataConfig, ModelConfig, from_tables, to_tables
 from hpcllm.interchange.contents import COMPANIONS, CONFIG
 from hpcllm.interchange.dtype import cast
 from hpcllm.interchange.folder import Folder
+from hpcllm.together import place_in
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -46,8 +47,7 @@ def write_checkpoint(
     text = np.frombuffer(folder.tokenizer_json.encode(), dtype=np.uint8)
     if text.size:
         specs[TOKENIZER] = DatasetSpec(text.shape, "uint8")
-    rank, ranks = (comm.rank, comm.size) if comm else (0, 1)
-    slabs = [specs[name].block(name, index) for name, index in my_blocks(specs, rank, ranks)]
+    slabs = [specs[name].block(name, index) for name, index in my_blocks(specs, *place_in(comm))]
 
     def read(slab: Slab) -> np.ndarray:
         advance(slab.elements * specs[slab.dataset].item_bytes)
