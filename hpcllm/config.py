@@ -32,6 +32,7 @@ class RunConfig:
     steps: int = 1000
     start_from: str = ""  # a Hugging Face folder or a checkpoint whose model the run begins with
     machine: str = ""  # a name from machines/ or a path to such a TOML file; its peak gives MFU
+    device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: a GPU where PyTorch sees one (CUDA, ROCm, XPU), else the CPU
     requeue: bool = False  # a job that ends before run.steps puts itself back into the batch system's queue
 
 
@@ -146,6 +147,7 @@ class CommunicationConfig:
     bucket_mib: float = 16.0  # gradients are summed in pieces of about this size
     tuning: str = ""  # a file that `python -m hpcllm.perf tune` wrote; auto decides by it
     hash_every_steps: int = 100  # replicas compare a hash of their parameters; 0: never
+    gpu_aware: Literal["auto", "yes", "no"] = "auto"  # may MPI read device memory; auto: tried out at the start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +179,14 @@ class LimitsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EnergyConfig:
+    source: Literal["auto", "none", "pm_counters", "nvml", "hwmon", "rapl"] = "auto"  # auto: the first that is there
+    sysfs: str = "/sys"  # where pm_counters, hwmon and rapl are looked for
+    price_per_kwh: float = 0.0  # in the currency of your choice; 0: energy has no price
+    price_per_node_hour: float = 0.0  # 0: nodes have no price
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -189,6 +199,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    energy: EnergyConfig = field(default_factory=EnergyConfig)
 
 
 def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:

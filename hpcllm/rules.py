@@ -76,6 +76,8 @@ RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "log.validation_every_steps": (">= 0", lambda v: v >= 0),
     "limits.stall_s": ("> 0", lambda v: v > 0),
     "limits.wall_s": (">= 0", lambda v: v >= 0),
+    "energy.price_per_kwh": (">= 0", lambda v: v >= 0),
+    "energy.price_per_node_hour": (">= 0", lambda v: v >= 0),
     "limits.margin_s": (">= 0", lambda v: v >= 0),
 }
 
