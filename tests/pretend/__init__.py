@@ -1,0 +1,98 @@
+"""A PyTorch device for tests where there is no GPU: see device.cpp. `start()` once a process, before any MPI message.
+
+    import pretend
+    pretend.start()            # "sealed": its addresses kill whoever reads them; start(open_=True): MPI may read them
+    x = torch.zeros(4, device="pretend")
+
+Compiled once by g++ into a folder that is named by a hash of the source; about a minute.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SOURCE = Path(__file__).parent / "device.cpp"
+NAME = "hpcllm_pretend_device"
+_started: dict[str, Any] = {}
+
+
+def why_not() -> str:
+    """What is missing; nothing where the device can be made."""
+    if sys.platform != "linux":
+        return "the pretend device needs Linux"
+    return "" if shutil.which("g++") else "the pretend device needs g++"
+
+
+def start(open_: bool = False) -> None:
+    """Register the device "pretend"; a second call does nothing. open_: the CPU, and MPI, may read its addresses."""
+    if _started:
+        assert _started["open"] is open_, "one process, one mode"
+        return
+    spec = importlib.util.spec_from_file_location(NAME, _built())
+    assert spec
+    assert spec.loader
+    native = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(native)
+    native.start(open_)
+    torch.utils.rename_privateuse1_backend("pretend")
+    torch._register_device_module("pretend", _module(native))
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    _started.update(open=open_, native=native)
+
+
+def native() -> Any:
+    """now_bytes(), peak_bytes(), reset_peak(), copies() -> (to it, from it), behind(address) -> where values are."""
+    return _started["native"]
+
+
+def _module(native: Any) -> types.ModuleType:
+    module = types.ModuleType("torch.pretend")
+    known = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda _: None,
+        "synchronize": lambda _=None: None,
+        "_is_in_bad_fork": lambda: False,
+        "manual_seed_all": lambda _: None,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "max_memory_allocated": lambda _=None: native.peak_bytes(),
+        "memory_allocated": lambda _=None: native.now_bytes(),
+        "reset_peak_memory_stats": lambda _=None: native.reset_peak(),
+    }
+    for name, function in known.items():
+        setattr(module, name, function)
+    return module
+
+
+def _built() -> Path:
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    text = SOURCE.read_bytes() + torch.__version__.encode() + sys.version.encode()
+    folder = Path(tempfile.gettempdir()) / f"hpcllm-pretend-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    target = folder / f"{NAME}-{hashlib.sha256(text).hexdigest()[:16]}.so"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            aside = target.with_suffix(".tmp")
+            includes = [f"-I{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
+            libraries = [word for path in library_paths() for word in (f"-L{path}", f"-Wl,-rpath,{path}")]
+            command = ["g++", "-O1", "-std=c++20", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={NAME}", str(SOURCE)]
+            links = ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(aside)]
+            subprocess.run([*command, *includes, *libraries, *links], check=True, timeout=600)
+            aside.rename(target)
+    return target
