@@ -53,8 +53,11 @@ class Format:
 
 
 @dataclass(frozen=True)
-class BlockCodec:
-    """key: with a value's place in the whole array it chooses the random number of a stochastic rounding."""
+class BlockLayout:
+    """What a codec of blocks is wherever its values are.
+
+    key: with a value's place in the whole array it chooses the random number of a stochastic rounding.
+    """
 
     name: str
     dtype: torch.dtype
@@ -65,10 +68,39 @@ class BlockCodec:
     fixed_rate: bool = True
 
     def encoded_bytes(self, n: int) -> int:
-        return _round_up(self._scales_at(n) + 4 * _ceil_div(n, self.block), 16)
+        return _round_up(self.scales_at(n) + 4 * _ceil_div(n, self.block), 16)
 
     def used_bytes(self, data: torch.Tensor, n: int) -> int:  # noqa: ARG002 -- the same for all bytes
         return self.encoded_bytes(n)
+
+    def bound(self, values: Doubles) -> Doubles:
+        """Infinite where a value of the block is not finite. Counts the rounding to dtype that decoding ends with."""
+        if not values.size:
+            return np.zeros(0)
+        peaks = np.maximum.reduceat(np.abs(values), np.arange(0, values.size, self.block))  # NaN, if there is one
+        peak = np.where(np.isfinite(peaks), peaks, np.inf).repeat(self.block)[: values.size]
+        scale = np.maximum(peak / self.format.largest, LEAST_SCALE)
+        with np.errstate(invalid="ignore"):
+            error = scale * self.format.error(np.abs(values) / scale)
+        info = torch.finfo(self.dtype)
+        roundings = peak * (2.0**-21 + info.eps / 2) + info.smallest_normal * info.eps
+        return np.where(np.isfinite(peak), error + roundings, np.inf)
+
+    def scales_at(self, n: int) -> int:
+        """Where the scales of n values begin, behind the codes."""
+        return _round_up(self.code_bytes(n), 4)
+
+    def code_bytes(self, n: int) -> int:
+        return _ceil_div(n * self.format.code_bits, 8)
+
+    def check_size(self, data: torch.Tensor, n: int) -> None:
+        """Raises CodecError unless `data` is as long as the encoding of n values."""
+        if data.numel() != self.encoded_bytes(n):
+            raise CodecError(f"{self.name}: {data.numel()} bytes for {n} values, which take {self.encoded_bytes(n)}")
+
+
+class BlockCodec(BlockLayout):
+    """For arrays in memory that the CPU reads."""
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, index: int = 0) -> torch.Tensor:
         n = values.numel()
@@ -89,23 +121,9 @@ class BlockCodec:
     def decode_add(self, data: torch.Tensor, out: torch.Tensor) -> None:
         self._decode(self.format.decode_add, data, out)
 
-    def bound(self, values: Doubles) -> Doubles:
-        """Infinite where a value of the block is not finite. Counts the rounding to dtype that decoding ends with."""
-        if not values.size:
-            return np.zeros(0)
-        peaks = np.maximum.reduceat(np.abs(values), np.arange(0, values.size, self.block))  # NaN, if there is one
-        peak = np.where(np.isfinite(peaks), peaks, np.inf).repeat(self.block)[: values.size]
-        scale = np.maximum(peak / self.format.largest, LEAST_SCALE)
-        with np.errstate(invalid="ignore"):
-            error = scale * self.format.error(np.abs(values) / scale)
-        info = torch.finfo(self.dtype)
-        roundings = peak * (2.0**-21 + info.eps / 2) + info.smallest_normal * info.eps
-        return np.where(np.isfinite(peak), error + roundings, np.inf)
-
     def _decode(self, kernel: Callable[..., None], data: torch.Tensor, out: torch.Tensor) -> None:
         n = out.numel()
-        if data.numel() != self.encoded_bytes(n):
-            raise CodecError(f"{self.name}: {data.numel()} bytes for {n} values, which take {self.encoded_bytes(n)}")
+        self.check_size(data, n)
         array, codes, scales = array_of(out), *self._parts(data.numpy(), n)
 
         def job(start: int, end: int, code: slice, block: slice) -> None:
@@ -113,22 +131,16 @@ class BlockCodec:
 
         self._share_out(job, n)
 
-    def _code_bytes(self, n: int) -> int:
-        return _ceil_div(n * self.format.code_bits, 8)
-
-    def _scales_at(self, n: int) -> int:
-        return _round_up(self._code_bytes(n), 4)
-
     def _parts(self, data: NDArray[np.uint8], n: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-        scales = data[self._scales_at(n) :][: 4 * _ceil_div(n, self.block)]
-        return data[: self._code_bytes(n)], scales.view(np.float32)
+        scales = data[self.scales_at(n) :][: 4 * _ceil_div(n, self.block)]
+        return data[: self.code_bytes(n)], scales.view(np.float32)
 
     def _share_out(self, job: Callable[[int, int, slice, slice], None], n: int) -> None:
         """Run job(start, end, codes, blocks) over parts of n values that begin with a block, one for each thread."""
 
         def run(first: int, last: int) -> None:
             start, end = first * self.block, min(last * self.block, n)
-            job(start, end, slice(self._code_bytes(start), self._code_bytes(end)), slice(first, last))
+            job(start, end, slice(self.code_bytes(start), self.code_bytes(end)), slice(first, last))
 
         share_out(run, _ceil_div(n, self.block), VALUES_A_THREAD // self.block)
 

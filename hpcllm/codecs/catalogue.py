@@ -12,6 +12,8 @@ from hpcllm.codecs.cast import Cast
 from hpcllm.codecs.exponent import EXPONENT
 from hpcllm.codecs.exponent_format import TILE
 from hpcllm.codecs.fp8 import FP8
+from hpcllm.codecs.gpu.catalogue import twin_of
+from hpcllm.codecs.gpu.launch import launcher_of
 from hpcllm.codecs.mpc import MPC, TILE_BYTES
 from hpcllm.codecs.names import CodecName, parse_name
 from hpcllm.codecs.protocol import Codec
@@ -39,9 +41,13 @@ KINDS: dict[str, Callable[[CodecName, torch.dtype], Codec]] = {
 
 
 @cache
-def find_codec(name: str, dtype: torch.dtype = torch.float32) -> Codec:
-    """The codec of that name for arrays of that dtype. Raises ValueError with what would be valid."""
+def find_codec(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Codec:
+    """The codec of that name for arrays of that dtype, in the memory of devices of that type (torch's name).
+
+    Raises ValueError with what would be valid.
+    """
     if dtype not in VALUE_TYPES:
         raise ValueError(f"codec {name!r} takes {', '.join(map(str, VALUE_TYPES))}, not {dtype}")
     parsed = parse_name(name)
-    return KINDS[parsed.kind](parsed, dtype)
+    host = KINDS[parsed.kind](parsed, dtype)
+    return host if device == "cpu" else twin_of(host, launcher_of(device), device)

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 
 class Codec(Protocol):
-    """All tensors are contiguous and on the CPU, values at a multiple of their size in memory, bytes at one of 4.
+    """All tensors are contiguous and in the memory of one device, the CPU or what find_codec was asked for; values at a
+    multiple of their size, bytes at one of 4.
 
-    Kernels run in one pass and release the GIL.
+    Kernels run in one pass and release the GIL. On a device they are queued on its current stream.
     """
 
     @property
@@ -57,7 +58,10 @@ class Codec(Protocol):
         ...
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """(used_bytes,) uint8 -> out (n,) of dtype or float32. Raises CodecError; never writes outside out."""
+        """(used_bytes,) uint8 -> out (n,) of dtype or float32. Raises CodecError; never writes outside out.
+
+        On a device a codec of variable rate does not wait to see damage; it raises later: gpu/streams.py.
+        """
         ...
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor) -> None:
@@ -68,5 +72,20 @@ class Codec(Protocol):
         """(n,) float64 -> (n,) float64: the most that |decoded - value| can be, for each finite value.
 
         Infinite where a finite value may come back as no number, because a value near it is none.
+        """
+        ...
+
+
+class SumEncoder(Protocol):
+    """A codec on a device that adds up encodings and encodes their sum in one kernel."""
+
+    def sum_encode(
+        self, parts: torch.Tensor, own_rank: int, own: torch.Tensor, out: torch.Tensor, index: int = 0
+    ) -> torch.Tensor:
+        """The encoding of a sum, at the front of `out` (at least encoded_bytes(n) uint8).
+
+        parts: (ranks, bytes) uint8; row r begins with rank r's encoding of n values, but row own_rank is not read.
+        own: (n,) of dtype, the addend of own_rank, and afterwards what the sum's encoding decodes to. The same bits as
+        decode, decode_add and encode in rank order.
         """
         ...

@@ -47,7 +47,9 @@ class TileFormat:
 
 
 @dataclass(frozen=True)
-class TileCodec:
+class TileLayout:
+    """Where in a stream things are, wherever it is."""
+
     name: str
     dtype: torch.dtype
     block: int  # values of a tile
@@ -55,26 +57,46 @@ class TileCodec:
     lossless: bool = True
     fixed_rate: bool = False
 
-    @property
-    def half(self) -> bool:
-        return self.dtype == torch.float16
-
     def encoded_bytes(self, n: int) -> int:
-        return self._table_end(n) + self._most_bytes(n)
+        return self.table_end(n) + self._most_bytes(n)
 
     def used_bytes(self, data: torch.Tensor, n: int) -> int:
         if data.numel() < HEADER_BYTES:
             raise CodecError(f"{self.name}: {data.numel()} bytes, fewer than the {HEADER_BYTES} of a header")
-        used, values = map(int, data[:HEADER_BYTES].numpy().view("<u8"))
-        least, most = self._table_end(n), self.encoded_bytes(n)
+        used, values = map(int, data[:HEADER_BYTES].cpu().numpy().view("<u8"))
+        least, most = self.table_end(n), self.encoded_bytes(n)
         if values != n or not least <= used <= most:
             raise CodecError(
                 f"{self.name}: the header says {values} values in {used} bytes; expected {n}, in {least} to {most}"
             )
         return used
 
+    def bound(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.zeros_like(values)
+
+    def tiles(self, n: int) -> int:
+        return -(-n // self.block)
+
+    def table_end(self, n: int) -> int:
+        return HEADER_BYTES + self.tiles(n) * self.format.record_bytes
+
+    def _most_bytes(self, n: int) -> int:
+        """Of the bodies of n values."""
+        whole, rest = divmod(n, self.block)
+        size = self.format.most_body_bytes
+        return whole * size(self.block * self.dtype.itemsize) + size(rest * self.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class TileCodec(TileLayout):
+    """For arrays in memory."""
+
+    @property
+    def half(self) -> bool:
+        return self.dtype == torch.float16
+
     def encode(self, values: torch.Tensor, out: torch.Tensor, index: int = 0) -> torch.Tensor:  # noqa: ARG002
-        n, array, data, end = values.numel(), _words(values), out.numpy(), self._table_end(values.numel())
+        n, array, data, end = values.numel(), _words(values), out.numpy(), self.table_end(values.numel())
         table, bodies, record = data[HEADER_BYTES:end], data[end:], self.format.record_bytes
 
         def job(first: int, last: int) -> tuple[int, int]:
@@ -82,7 +104,7 @@ class TileCodec:
             return start, self.format.encode(part, self.half, table[first * record : last * record], bodies[start:])
 
         used = 0
-        for start, size in share_out(job, self._tiles(n), TILES_A_THREAD):
+        for start, size in share_out(job, self.tiles(n), TILES_A_THREAD):
             if used < start:
                 bodies[used : used + size] = bodies[start : start + size]
             used += size
@@ -97,9 +119,6 @@ class TileCodec:
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor) -> None:
         self._decode_floats(data, out, add=True)
-
-    def bound(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.zeros_like(values)
 
     def _decode_floats(self, data: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         def kernel(*arguments: Any) -> int:
@@ -121,10 +140,10 @@ class TileCodec:
 
     def _open(self, data: torch.Tensor, n: int) -> tuple[Bytes, Bytes, NDArray[np.int64]]:
         """Its table, which has been checked, its bodies, and where each of them begins and the last ends."""
-        used, end = self.used_bytes(data, n), self._table_end(n)
+        used, end = self.used_bytes(data, n), self.table_end(n)
         if data.numel() != used:
             raise CodecError(f"{self.name}: {data.numel()} bytes of a stream of {used}")
-        stream, offsets = data.numpy(), np.empty(self._tiles(n) + 1, np.int64)
+        stream, offsets = data.numpy(), np.empty(self.tiles(n) + 1, np.int64)
         table, bodies = stream[HEADER_BYTES:end], stream[end:]
         self._check(self.format.find_bodies(table, n, self.dtype.itemsize, self.half, offsets), n)
         if offsets[-1] != len(bodies):
@@ -133,19 +152,7 @@ class TileCodec:
 
     def _check(self, bad_tile: int, n: int) -> None:
         if bad_tile >= 0:
-            raise CodecError(f"{self.name}: tile {bad_tile} of {self._tiles(n)} is damaged: its record cannot be right")
-
-    def _tiles(self, n: int) -> int:
-        return -(-n // self.block)
-
-    def _table_end(self, n: int) -> int:
-        return HEADER_BYTES + self._tiles(n) * self.format.record_bytes
-
-    def _most_bytes(self, n: int) -> int:
-        """Of the bodies of n values."""
-        whole, rest = divmod(n, self.block)
-        size = self.format.most_body_bytes
-        return whole * size(self.block * self.dtype.itemsize) + size(rest * self.dtype.itemsize)
+            raise CodecError(f"{self.name}: tile {bad_tile} of {self.tiles(n)} is damaged: its record cannot be right")
 
 
 def _words(values: torch.Tensor) -> NDArray[Any]:

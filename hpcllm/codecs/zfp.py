@@ -35,7 +35,7 @@ ROUNDING_UNITS = 80.0  # 16 for what the transforms shift out, 64 for 31 bits th
 
 
 @dataclass(frozen=True)
-class Zfp:
+class ZfpLayout:
     """rate: bits a value, 3 to 32."""
 
     name: str
@@ -50,19 +50,6 @@ class Zfp:
 
     def used_bytes(self, data: torch.Tensor, n: int) -> int:  # noqa: ARG002 -- the same for all bytes
         return self.encoded_bytes(n)
-
-    def encode(self, values: torch.Tensor, out: torch.Tensor, index: int = 0) -> torch.Tensor:  # noqa: ARG002
-        data = out[: self.encoded_bytes(values.numel())]
-        self._share_out(lambda part, code: encode_chunks(part, 4 * self.rate, code), data, values)
-        return data
-
-    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        self._check(data, out)
-        self._share_out(lambda part, code: decode_chunks(code, 4 * self.rate, part), data, out)
-
-    def decode_add(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        self._check(data, out)
-        self._share_out(lambda part, code: decode_add_chunks(code, 4 * self.rate, part), data, out)
 
     def bound(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Relative to the block: 3.75 x 2^(5 - rate) x the power of two above its largest magnitude, from rate 7 on.
@@ -81,6 +68,29 @@ class Zfp:
         error += (np.abs(values) + error) * info.eps / 2 + info.smallest_normal * info.eps
         return np.where(np.abs(values) + error > info.max, np.inf, error)
 
+    def check_length(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        n = out.numel()
+        if data.numel() != self.encoded_bytes(n):
+            raise CodecError(f"{self.name}: {data.numel()} bytes for {n} values, which take {self.encoded_bytes(n)}")
+
+
+@dataclass(frozen=True)
+class Zfp(ZfpLayout):
+    """For arrays in memory."""
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor, index: int = 0) -> torch.Tensor:  # noqa: ARG002
+        data = out[: self.encoded_bytes(values.numel())]
+        self._share_out(lambda part, code: encode_chunks(part, 4 * self.rate, code), data, values)
+        return data
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        self.check_length(data, out)
+        self._share_out(lambda part, code: decode_chunks(code, 4 * self.rate, part), data, out)
+
+    def decode_add(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        self.check_length(data, out)
+        self._share_out(lambda part, code: decode_add_chunks(code, 4 * self.rate, part), data, out)
+
     def _share_out(self, job: Callable[..., None], data: torch.Tensor, values: torch.Tensor) -> None:
         """Run job(values, bytes) over parts of whole chunks, one for each thread."""
         array, code = array_of(values), data.numpy()
@@ -90,8 +100,3 @@ class Zfp:
             job(array[first * CHUNK : last * CHUNK], code[first * chunk_bytes : last * chunk_bytes])
 
         share_out(run, -(-array.size // CHUNK), CHUNKS_A_THREAD)
-
-    def _check(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        n = out.numel()
-        if data.numel() != self.encoded_bytes(n):
-            raise CodecError(f"{self.name}: {data.numel()} bytes for {n} values, which take {self.encoded_bytes(n)}")

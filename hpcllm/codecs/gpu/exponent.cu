@@ -1,0 +1,83 @@
+// `exp`: codecs/exponent_format.py draws its bytes, codecs/exponent_encode.py chooses windows; streams.cuh has the kernels.
+// A group walks over the values of its tile in rows of 32, one a lane. A ballot over the lanes is a word of a plane:
+//
+//     row w    value 32 w   value 32 w + 1   ..   value 32 w + 31     --ballot-->  word w of each plane, kept by lane w
+//     lane w   escapes of row w, from its words of planes             --scan over lanes-->  where their nibbles go
+//
+// Lane beside lane meets memory, but for the few escapes. Neither atomics nor shared memory: the sample's histogram is
+// counted by ballots, too, a bin a lane.
+//
+// Bytes moved for a bf16: 2 are read to measure, 2 read and 1.4 written to write; a copy moves 4. Bodies in slots that are
+// moved together afterwards would take 2 + 1.4 + 1.4 + 1.4.
+
+typedef VALUE::Word Word;
+
+const u32 TILE = 1024, ROWS = TILE / GROUP;
+const u32 RECORD_BYTES = 8, WRONG = 0xFFFFFFFF;
+const u32 CONSTANT = 254, RAW = 255;
+const u32 PLANES = 4, EXTRA = VALUE::HALF ? 3 : 0;
+const u32 BELOW = 11, ABOVE = 3, ZERO = 14, FAR = 15;
+const u32 SAMPLE = 256, SAMPLES = SAMPLE / GROUP; // of a tile, of a lane
+const u32 AHEAD = 4;                              // rows that are on their way from memory at once
+
+// The upper half of a value, rotated left by one: exponent (for fp16 and 3 bits more), low byte.
+DEVICE u32 rotated(Word word) {
+  u32 top = (u32)word >> (8 * sizeof(Word) - 16);
+  return (top << 1 | top >> 15) & 0xFFFF;
+}
+
+DEVICE u32 exponent_of(Word word) { return ((u32)word >> (8 * sizeof(Word) - 9) & 255) >> EXTRA; }
+
+DEVICE Word word_of(u32 high, u32 low, u32 rest) {
+  u32 top = high << 7 | low >> 1 | (low & 1) << 15;
+  return (Word)(top << (8 * sizeof(Word) - 16) | rest);
+}
+
+struct Record {
+  u32 mode, first, escapes, last;
+};
+
+DEVICE Record record_at(const u32* words) { return {words[0] & 255, words[0] >> 8 & 255, words[0] >> 16, words[1]}; }
+
+DEVICE u32 rows_of(u32 length) { return (length + GROUP - 1) / GROUP; }
+
+// What a tile takes before it is padded.
+DEVICE u32 body_bytes(u32 length, Record record) {
+  if (record.mode == CONSTANT) return 0;
+  if (record.mode == RAW) return length * sizeof(Word);
+  u32 planes = 4 * rows_of(length) * (record.mode + EXTRA);
+  return planes + length * (sizeof(Word) - 1) + (record.escapes + 1) / 2 + record.last;
+}
+
+DEVICE u32 padded(u32 bytes) { return (bytes + 3) & ~3u; }
+
+// The nibble of an exponent that is not in the window. Zero has its own; of several names for 255 the last is written.
+DEVICE u32 name_of(u32 exponent, u32 first, u32 width) {
+  u32 below = first - 1 - exponent, above = exponent - first - width;
+  if (exponent == 0) return ZERO;
+  if (exponent < first) return below < BELOW ? below : FAR;
+  if (above >= ABOVE) return FAR;
+  return BELOW + (exponent == 255 ? ABOVE - 1 : above);
+}
+
+// The exponent of a nibble other than FAR.
+DEVICE u32 near_of(u32 nibble, u32 first, u32 width) {
+  if (nibble < BELOW) return first > nibble ? first - 1 - nibble : 0;
+  return nibble < ZERO ? least(first + width + nibble - BELOW, 255u) : 0;
+}
+
+DEVICE u32 sum_of_lanes(u32 x) { return shuffle(sum_up_to(x), GROUP - 1); }
+
+// Where in its rows a tile's escapes are. All of it is lane w's for row w.
+struct Escapes {
+  u32 mask, count, start; // of row w: bits, how many, how many in the rows before
+
+  DEVICE Escapes of(const u32* planes, u32 mode, u32 rows) {
+    u32 mask = lane() < rows ? 0xFFFFFFFF : 0;
+#pragma unroll
+    for (u32 p = 0; p < PLANES; p++)
+      if (p < mode) mask &= planes[p];
+    u32 count = count_ones(mask);
+    return {mask, count, sum_up_to(count) - count};
+  }
+};

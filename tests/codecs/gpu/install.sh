@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# bash tests/codecs/gpu/install.sh: what the compile checks of device kernels need and pip does not bring: g++ for the
+# emulator, hipRTC for AMD's devices. On Debian or Ubuntu, as root; NVRTC is in the `test` extra. Neither needs a device.
+set -euo pipefail
+missing=()
+command -v g++ >/dev/null || missing+=(g++)
+ldconfig -p | grep -Eq 'libhiprtc\.so|libamdhip64\.so\.[56]' || missing+=(libamdhip64-5 libhiprtc-builtins5)
+[ ${#missing[@]} -gt 0 ] || exit 0
+apt-get update -qq
+apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null

@@ -1,0 +1,162 @@
+"""The emulator of device kernels finds what a device would not show, and kernels stay inside their arrays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from emulated import EMULATOR, why_not
+
+from hpcllm.codecs.gpu.binaries import Program
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+TESTS = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Text(Program):
+    """A kernel of a test's own, instead of a file."""
+
+    kernel: str = ""
+
+    def text(self) -> str:
+        common = Program("casts", ()).text().split('#line 1 "casts.cu"')[0]
+        return f"{common}\nKERNEL kernel(u32* out, u64 groups) {{ if (group() >= groups) return; {self.kernel} }}"
+
+
+def run(kernel, groups=3):
+    out = torch.zeros(32 * groups, dtype=torch.int32)
+    EMULATOR.launch(Text("test", (), kernel=kernel), "kernel", groups, [out, groups])
+    return out.view(groups, 32)
+
+
+def test_lanes_exchange_values_with_their_own_group_only():
+    rows = torch.arange(3).view(-1, 1)
+    lanes = torch.arange(32).view(1, -1)
+    put = "out[group() * 32 + lane()] = {};"
+    mine = "(u32)group() * 100 + lane()"
+    assert torch.equal(run(put.format(f"shuffle({mine}, 5)")), rows * 100 + 5 + 0 * lanes)
+    assert torch.equal(run(put.format(f"shuffle_xor({mine}, 3)")), rows * 100 + (lanes ^ 3))
+    assert torch.equal(run(put.format(f"shuffle_up({mine}, 2)")), rows * 100 + torch.where(lanes < 2, lanes, lanes - 2))
+    down = torch.where(lanes > 29, lanes, lanes + 2)
+    assert torch.equal(run(put.format(f"shuffle_down({mine}, 2)")), rows * 100 + down)
+    assert torch.equal(run(put.format("votes(lane() % 4 == 1)")), torch.full((3, 32), 0x22222222))
+    assert torch.equal(run(put.format("sum_up_to(lane() + 1)")), (lanes + 1) * (lanes + 2) // 2 + 0 * rows)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "if (lane() < 7) votes(true);",
+        "if (lane() == 3) return; votes(true);",
+        "if (lane() % 2) shuffle(1, 0);\n else shuffle(1, 0);",
+        "shuffle_xor(1, lane() < 9 ? 1 : 2);",
+        "for (u32 i = 0; i < (lane() ? 2 : 3); ++i) votes(true);",
+    ],
+)
+def test_lanes_that_part_at_an_exchange_are_found(kernel):
+    with pytest.raises(AssertionError, match="lanes part at the exchange of line"):
+        run(kernel)
+
+
+def test_what_lanes_leave_in_memory_for_each_other_depends_on_the_group():
+    """No device promises an order of lanes; the emulator has two, so that whoever relies on one is found out."""
+    race = run("u32* row = out + group() * 32; row[lane()] = 1; row[lane()] = lane() ? row[lane() - 1] + 1 : 1;")
+    assert not torch.equal(race[0], race[1])
+
+
+GUARDED = """
+import ctypes, mmap, sys
+import torch
+from emulated import emulated
+from hpcllm.codecs import find_codec
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+def at_the_edge(size):
+    "Bytes between two pages that kill whoever reads them: they end where the second begins."
+    page = mmap.PAGESIZE
+    inner = -(-max(size, 1) // page) * page
+    memory = mmap.mmap(-1, inner + 2 * page)
+    keep.append(memory)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for edge in (start, start + page + inner):
+        assert libc.mprotect(ctypes.c_void_p(edge), page, 0) == 0
+    whole = torch.frombuffer(memory, dtype=torch.uint8, offset=page, count=inner)
+    return whole[inner - size :]
+
+for name in ("int8:256", "int8:32", "int4:128", "int4:64:sr", "fp8:2048", "bf16", "raw"):
+    for dtype in (torch.float32, torch.bfloat16):
+        host, twin = find_codec(name, dtype), emulated(name, dtype)
+        for n in (1, 2, 3, 31, 127, 128, 129, 511, 1021, 2047):
+            keep = []
+            size = twin.encoded_bytes(n)
+            values = at_the_edge(n * dtype.itemsize).view(dtype)
+            values.copy_(torch.randn(n))
+            data = twin.encode(values, at_the_edge(size))
+            rows = at_the_edge(3 * (size + 3 & ~3)).view(3, -1)
+            rows[:, :size] = data
+            twin.decode(data, at_the_edge(4 * n).view(torch.float32))
+            twin.decode_add(data, at_the_edge(4 * n).view(torch.float32).zero_())
+            twin.sum_encode(rows, 1, values, at_the_edge(size))
+print("inside")
+"""
+
+
+def test_kernels_read_and_write_nothing_outside_their_arrays():
+    done = subprocess.run([sys.executable, "-c", GUARDED], cwd=TESTS, capture_output=True, text=True, timeout=110)
+    assert done.stdout == "inside\n", f"exit code {done.returncode}: {done.stderr[-2000:]}"
+
+
+PRETEND = """
+import torch
+import pretend
+from emulated import EMULATOR
+from hpcllm.codecs import find_codec
+from hpcllm.codecs.gpu.launch import LAUNCHERS, launcher_of
+
+pretend.start()
+device = torch.device("pretend")
+
+def check(name):
+    host, twin = find_codec(name), find_codec(name, torch.float32, "pretend")
+    values = torch.randn(1000)
+    data = torch.empty(host.encoded_bytes(1000), dtype=torch.uint8)
+    truth = host.encode(values, data)
+    there = twin.encode(values.to(device), torch.empty_like(data, device=device))
+    assert there.device.type == "pretend" and torch.equal(there.cpu(), truth), name
+    out, back = torch.zeros(1000, device=device), torch.zeros(1000)
+    for decode in ("decode", "decode_add"):
+        getattr(twin, decode)(there, out)
+        getattr(host, decode)(truth, back)
+        assert torch.equal(out.cpu(), back), name
+
+for name in ("raw", "bf16", "fp16", "int8:256"):
+    check(name)
+for name in ("int4:128", "int8:256:sr", "fp8:128", "exp", "zfp:8"):
+    try:
+        find_codec(name, torch.float32, "pretend")
+    except ValueError as error:
+        assert "pretend" in str(error) and "int8" in str(error), error
+    else:
+        raise AssertionError(name)
+LAUNCHERS["pretend"] = lambda: EMULATOR
+launcher_of.cache_clear()
+find_codec.cache_clear()
+for name in ("raw", "bf16", "int8:256", "int4:128", "int8:256:sr", "fp8:128", "exp", "mpc", "zfp:8"):
+    check(name)
+print("same")
+"""
+
+
+def test_codecs_of_a_device_work_where_the_cpu_may_not_touch_their_memory():
+    import pretend
+
+    if pretend.why_not():
+        pytest.skip(pretend.why_not())
+    done = subprocess.run([sys.executable, "-c", PRETEND], cwd=TESTS, capture_output=True, text=True, timeout=110)
+    assert done.stdout == "same\n", f"exit code {done.returncode}: {done.stderr[-2000:]}"
