@@ -1,7 +1,8 @@
-"""The caller's arrays <-> flat tensors in host memory, which is what the algorithms work on.
+"""The caller's arrays as flat tensors, which is what the algorithms work on: the same memory, no copy.
 
-torch CPU, NumPy      the same memory, no copy
-torch CUDA, CuPy      a copy in host memory, and back where the array was written   (not tested here: no GPU)
+torch         on the CPU or a device
+NumPy, CuPy   CuPy's by DLPack, which also has torch's current stream wait for CuPy's  (CuPy: not run yet, for want of a
+              GPU)
 """
 
 from __future__ import annotations
@@ -18,26 +19,22 @@ Array: TypeAlias = Any  # torch.Tensor, numpy.ndarray or cupy.ndarray: one kind 
 
 
 def flat(x: Array, *, written: bool) -> torch.Tensor:
-    """x as (n,) on the CPU. Raises ValueError if it is not contiguous, not writable though written, or no array."""
-    if type(x) is torch.Tensor and x.is_cpu and not x.requires_grad:
-        if not x.is_contiguous():
-            raise ValueError(f"a tensor of shape {tuple(x.shape)}, strides {x.stride()} is not contiguous")
-        return x.view(-1) if x.numel() else torch.empty(0, dtype=x.dtype)
+    """x as (n,) where it is. Raises ValueError if it is not contiguous, not writable though written, or no array."""
     if isinstance(x, np.ndarray):
         return _of_numpy(x, written)
     if isinstance(x, torch.Tensor):
-        return flat(x.detach().cpu(), written=written)
+        return _of_torch(x.detach() if x.requires_grad else x)
     if hasattr(x, "__dlpack__"):
-        return flat(from_dlpack(x).cpu(), written=written)
+        return _of_torch(from_dlpack(x))
     raise ValueError(f"expected a torch, NumPy or CuPy array, got {type(x).__name__}")
 
 
-def write_back(values: torch.Tensor, x: Array) -> None:
-    """Copy `values`, which flat(x) gave, into x where they are not x's own memory."""
-    if isinstance(x, np.ndarray) or (isinstance(x, torch.Tensor) and x.is_cpu):
-        return
-    device = x.detach() if isinstance(x, torch.Tensor) else from_dlpack(x)
-    device.view(-1).copy_(values)
+def device_of(x: Array) -> torch.device:
+    """Where x is; what is no array is nowhere else."""
+    if isinstance(x, torch.Tensor):
+        return x.device
+    is_foreign = hasattr(x, "__dlpack__") and not isinstance(x, np.ndarray)
+    return from_dlpack(x).device if is_foreign else torch.device("cpu")
 
 
 def new_like(x: Array, shape: Sequence[int]) -> Array:
@@ -51,6 +48,12 @@ def new_like(x: Array, shape: Sequence[int]) -> Array:
 def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two flat tensors share memory."""
     return x.data_ptr() < y.data_ptr() + y.nbytes and y.data_ptr() < x.data_ptr() + x.nbytes
+
+
+def _of_torch(x: torch.Tensor) -> torch.Tensor:
+    if not x.is_contiguous():
+        raise ValueError(f"a tensor of shape {tuple(x.shape)}, strides {x.stride()} is not contiguous")
+    return x.view(-1) if x.numel() else torch.empty(0, dtype=x.dtype, device=x.device)
 
 
 def _of_numpy(x: np.ndarray[Any, Any], written: bool) -> torch.Tensor:

@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 from hpcllm.chunks import whole_blocks
 from hpcllm.codecs.protocol import Codec
+from hpcllm.codecs.raw import Raw
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.wire import Slots
 
@@ -66,7 +67,7 @@ class _Tree:
 
     def __init__(self, x: torch.Tensor, parent: int, segment_values: int, group: Group, codec: Codec) -> None:
         self.x, self.parent, self.group, self.codec = x, parent, group, codec
-        self.raw = codec.name == "raw"
+        self.raw = isinstance(codec, Raw)
         self.length = whole_blocks(min(segment_values, x.numel()), codec.block)
         self.segments = -(-x.numel() // self.length)
         slot_bytes = 0 if self.raw else codec.encoded_bytes(self.length)

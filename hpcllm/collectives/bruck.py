@@ -82,8 +82,9 @@ def _turn(x: torch.Tensor, out: torch.Tensor, part: slice, group: Group, codec: 
         data = codec.encode(x[peer, part], slots[i], (rank * size + peer) * x.shape[1] + part.start)
         if data.data_ptr() != slots[i].data_ptr():
             slots[i, : data.numel()].copy_(data)
+    group.wire.memory.before_receive(slots)  # what lies on the host is moved about by the CPU
     for distance in (1 << level for level in range((size - 1).bit_length())):
-        chosen = torch.tensor([i for i in range(size) if i & distance])
+        chosen = torch.tensor([i for i in range(size) if i & distance], device=slots.device)
         sent, landing = leaving[: len(chosen)], coming[: len(chosen)]
         torch.index_select(slots, 0, chosen, out=sent)
         to, source = (rank + distance) % size, (rank - distance) % size

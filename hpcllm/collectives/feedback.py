@@ -37,15 +37,25 @@ class ErrorFeedback:
 
     lossless = False
 
-    def __init__(self, n: int, group: Group, codec: Codec, operation: str = "allreduce") -> None:
-        """operation: allreduce or reduce_scatter. Raises ValueError where there is nothing to feed back."""
+    def __init__(
+        self,
+        n: int,
+        group: Group,
+        codec: Codec,
+        operation: str = "allreduce",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """operation: allreduce or reduce_scatter. device: where the arrays are, and codec's twin is for.
+
+        Raises ValueError where there is nothing to feed back.
+        """
         if codec.lossless or codec.dtype != torch.float32:
             raise ValueError(f"error feedback is for lossy codecs of float32, not for {codec.name} of {codec.dtype}")
         self.n, self.group, self.codec = n, group, codec
         by_node = operation == "allreduce" and group.nodes > 1  # a single node's two_level encodes nothing
         self.algorithm = "two_level" if by_node else "two_step"
         self.lane = _lane(n, group) if by_node else slice(0, n)
-        self.surplus = torch.zeros(self.lane.stop - self.lane.start)
+        self.surplus = torch.zeros(self.lane.stop - self.lane.start, device=device)
 
     def allreduce(self, x: torch.Tensor) -> None:
         """Sum x, n values of float32, over the group in place; the same bits on every rank. Collective over group.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hpcllm.codecs.protocol import Codec
+from hpcllm.codecs.raw import Raw
 from hpcllm.collectives.group import Group
 
 
@@ -59,11 +60,16 @@ class Fold:
     def hand_out(self, x: torch.Tensor) -> None:
         """Neighbours' x, the result, to the extra ranks: its own bytes, so that no bit differs."""
         group = self.group
-        if self._pairs and self.place is None:
-            requests = group.wire.receive(group.comm, x, group.rank + 1, 0)
+        if not self._pairs or not x.numel():
+            return
+        raw = group.wire.memory.carry(Raw(x.dtype))
+        slot = group.wire.landing("fold", x, raw)
+        if self.place is None:
+            requests = group.wire.receive(group.comm, slot, group.rank + 1, 0)
             group.wire.waits.all(requests, lambda: f"result of {self.what} from {group.name(group.rank + 1)}")
-        elif self._pairs:
-            requests = group.wire.send(group.comm, x, group.rank - 1, 0, x.nbytes)
+            raw.decode(slot, x)
+        else:
+            requests = group.wire.send(group.comm, raw.encode(x, slot), group.rank - 1, 0, x.nbytes)
             group.wire.waits.all(requests, lambda: f"result of {self.what} to {group.name(group.rank - 1)}")
 
     @property
@@ -78,6 +84,6 @@ def add_encoded(landing: torch.Tensor, x: torch.Tensor, group: Group, codec: Cod
     if x.dtype == torch.float32:
         codec.decode_add(data, x)
         return
-    total = group.wire.scratch("total", 4 * x.numel()).view(torch.float32)
+    total = group.wire.workspace("total", x.numel(), torch.float32)
     codec.decode_add(data, total.copy_(x))
     x.copy_(total)

@@ -2,20 +2,26 @@
 
 Uncompressed only: MPI can neither add up our codes nor tell how long they are. Sums are of fp32 only, because MPI has
 no portable 16-bit floats; data movement is of any dtype.
+
+Arrays on a device: a GPU-aware library moves them where they are. For all others, and for every sum, which libraries
+make on the host anyway, the whole array goes through pinned memory.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from mpi4py import MPI
+from numpy.typing import NDArray
 
-from hpcllm.buffers import LARGEST_MESSAGE_BYTES
 from hpcllm.chunks import chunk_range
 from hpcllm.codecs.protocol import Codec
 from hpcllm.collectives.choice import LARGEST_COUNT
 from hpcllm.collectives.group import Group
+from hpcllm.messages.buffers import LARGEST_MESSAGE_BYTES, as_buffer
+from hpcllm.messages.memory import DeviceMemory
 
 UNITS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}  # moved, never added
 
@@ -23,13 +29,19 @@ UNITS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_
 def native_allreduce(x: torch.Tensor, group: Group, codec: Codec) -> None:
     """Sum x (n,) float32 over the group in place. Collective. Raises ValueError on another dtype or codec."""
     _check_sum(codec)
-    memory = x.numpy()
+    on_host = _on_host("sum", x, group)
+    memory = on_host.numpy()
+    _add_up(memory, group)
+    _bring_back(on_host, x)
+
+
+def _add_up(x: NDArray[np.float32], group: Group) -> None:
     if x.nbytes <= LARGEST_MESSAGE_BYTES and group.wire.waits.limit_s is None:
-        group.comm.Allreduce(MPI.IN_PLACE, memory)
+        group.comm.Allreduce(MPI.IN_PLACE, x)
         return
-    step = LARGEST_MESSAGE_BYTES // x.element_size()
-    for start in range(0, x.numel(), step):
-        piece = memory[start : start + step]
+    step = LARGEST_MESSAGE_BYTES // x.itemsize
+    for start in range(0, x.size, step):
+        piece = x[start : start + step]
         group.wire.waits.allreduce(group.comm, piece, lambda: f"the library's allreduce over {group.size} ranks")
 
 
@@ -37,30 +49,67 @@ def native_reduce_scatter(x: torch.Tensor, out: torch.Tensor, group: Group, code
     """x (n,) float32 -> out: this rank's chunk of the sum. Collective. Raises ValueError on another dtype or codec."""
     _check_sum(codec)
     counts = _counts(x.numel(), group)[0]
-    _wait(group, "reduce_scatter", group.comm.Ireduce_scatter(x.numpy(), out.numpy(), counts))
+    addends, total = _on_host("addends", x, group), _on_host("sum", out, group, filled=False)
+    _wait(group, "reduce_scatter", group.comm.Ireduce_scatter(addends.numpy(), total.numpy(), counts))
+    _bring_back(total, out)
 
 
 def native_allgather(part: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec) -> None:
     """part (own chunk,), which may be out's own chunk -> out (n,). Collective. Raises ValueError on another codec."""
     _check_raw(codec)
-    in_place = part.data_ptr() == out[chunk_range(out.numel(), group.size, group.rank)[0] :].data_ptr()
-    sent = MPI.IN_PLACE if in_place else _units(part)
-    _wait(group, "allgather", group.comm.Iallgatherv(sent, _units(out, _counts(out.numel(), group))))
+    start, end = chunk_range(out.numel(), group.size, group.rank)
+    in_place = part.data_ptr() == out[start:].data_ptr()
+    everything = _reached("everything", out, group, filled=False)
+    if everything is not out:
+        everything[start:end].copy_(part)
+        in_place = True
+    sent = MPI.IN_PLACE if in_place else _units(_reached("part", part, group))
+    _wait(group, "allgather", group.comm.Iallgatherv(sent, _units(everything, _counts(out.numel(), group))))
+    _bring_back(everything, out)
 
 
 def native_alltoall(x: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec) -> None:
     """Block r of x (n,), n a multiple of the ranks, goes to rank r. Collective. Raises ValueError on another codec."""
     _check_raw(codec)
     counts = _counts(x.numel(), group)
-    _wait(group, "alltoall", group.comm.Ialltoallv(_units(x, counts), _units(out, counts)))
+    leaving, coming = _reached("leaving", x, group), _reached("coming", out, group, filled=False)
+    _wait(group, "alltoall", group.comm.Ialltoallv(_units(leaving, counts), _units(coming, counts)))
+    _bring_back(coming, out)
 
 
 def native_broadcast(x: torch.Tensor, root: int, group: Group, codec: Codec) -> None:
     """root's x (n,) goes to every rank. Collective. Raises ValueError on another codec."""
     _check_raw(codec)
     step = LARGEST_MESSAGE_BYTES // x.element_size()
+    everything = _reached("everything", x, group, filled=group.rank == root)
     for start in range(0, x.numel(), step):
-        _wait(group, "broadcast", group.comm.Ibcast(_units(x[start : start + step]), root))
+        _wait(group, "broadcast", group.comm.Ibcast(_units(everything[start : start + step]), root))
+    if group.rank != root:
+        _bring_back(everything, x)
+
+
+def _reached(name: str, x: torch.Tensor, group: Group, *, filled: bool = True) -> torch.Tensor:
+    """x if the library may read and fill its memory, else memory on the host, filled with x's values or not."""
+    memory = group.wire.memory
+    if not isinstance(memory, DeviceMemory) or not memory.direct:
+        return _on_host(name, x, group, filled=filled)
+    memory.before_receive(x)
+    return x
+
+
+def _on_host(name: str, x: torch.Tensor, group: Group, *, filled: bool = True) -> torch.Tensor:
+    """x on the CPU: itself or pinned memory, filled with its values or not."""
+    memory = group.wire.memory
+    if not isinstance(memory, DeviceMemory):
+        return x
+    host = memory.pinned(name, x.nbytes).view(x.dtype)
+    return host.copy_(x) if filled else host
+
+
+def _bring_back(values: torch.Tensor, x: torch.Tensor) -> None:
+    """Into x what was received or summed elsewhere."""
+    if values is not x:
+        x.copy_(values)
 
 
 def _wait(group: Group, operation: str, request: MPI.Request) -> None:
@@ -77,7 +126,7 @@ def _counts(n: int, group: Group) -> tuple[list[int], list[int]]:
 
 def _units(x: torch.Tensor, counts: Any = None) -> Any:
     """An MPI buffer of x's values as opaque units of their size."""
-    memory, unit = x.view(torch.uint8).numpy(), UNITS[x.element_size()]
+    memory, unit = as_buffer(x), UNITS[x.element_size()]
     return [memory, counts, unit] if counts else [memory, unit]
 
 

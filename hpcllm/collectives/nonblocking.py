@@ -22,27 +22,38 @@ from mpi4py import MPI
 
 from hpcllm.codecs.protocol import Codec
 from hpcllm.collectives import operations
-from hpcllm.collectives.arrays import Array
+from hpcllm.collectives.arrays import Array, device_of
 from hpcllm.collectives.group import Group, group_of
+from hpcllm.collectives.streams import Crossing, used_here
 from hpcllm.collectives.two_level import prepare
 from hpcllm.collectives.worker import GRADIENTS, can_thread, run_in_order
 
 Communicator = MPI.Intracomm | Group
 
 
-@dataclass(frozen=True)
+@dataclass
 class Handle:
     """A collective on its way."""
 
     _future: Future[Array]
+    _crossing: Crossing | None = None  # of an array on a device
+    _kept: Array | None = None  # that array: the job may be over while its stream still reads it
 
     def done(self) -> bool:
         """Whether wait() would return, or raise, at once."""
         return self._future.done()
 
     def wait(self) -> Array:
-        """The array that the blocking form returns, once it is complete; raises what the collective raised."""
-        return self._future.result()
+        """The array that the blocking form returns, once it is complete; raises what the collective raised.
+
+        On a device it is complete for what the current stream is told from now on.
+        """
+        result = self._future.result()
+        if self._crossing:
+            self._crossing.back()
+            self._kept = None  # what gets its memory now is told to the device after the job
+            used_here(result)
+        return result
 
 
 def iallreduce(
@@ -113,8 +124,13 @@ def ibroadcast(
 def _start(operation: Callable[..., Array], x: Array, comm: Communicator, lane: str, **options: Any) -> Handle:
     group = group_of(comm)
     background = group.background(lane)
-    prepare(background)
+    device = device_of(x)
+    prepare(background, on_cpu=device.type == "cpu")
     # MPI's own wait would keep a core from the thread that computes: poll, if need be without a limit
     background.wire.waits.limit_s = math.inf if group.wire.waits.limit_s is None else group.wire.waits.limit_s
     background.wire.waits.watch = group.wire.waits.watch
-    return Handle(run_in_order(partial(operation, x, background, **options), can_thread(), lane))
+    job = partial(operation, x, background, **options)
+    if device.type == "cpu" or not can_thread():
+        return Handle(run_in_order(job, can_thread(), lane))
+    crossing = Crossing(device, lane)
+    return Handle(run_in_order(partial(crossing.run, job), True, lane), crossing, x)

@@ -3,7 +3,10 @@
     from hpcllm.collectives import allreduce
     allreduce(gradients, comm, codec="int8")
 
-    array (torch, NumPy, CuPy) --flat--> (n,) in host memory --plan--> ALGORITHMS[operation][name](..., group, codec)
+    array (torch, NumPy, CuPy) --flat--> (n,) where it is --plan--> ALGORITHMS[operation][name](..., group, codec)
+
+Arrays on a device stay there: codecs and sums run on its current stream, and what goes through MPI lies where MPI can
+read it (messages/memory.py). Results are complete on that stream, as those of any other operation of torch.
 
 Every rank of the communicator makes the same call with arrays of the same length and dtype, the same codec and
 algorithm. All raise ValueError for what cannot be done, StallError when the group's waits have a limit and it passes,
@@ -40,7 +43,7 @@ from hpcllm.collectives import (
     two_level,
     two_step,
 )
-from hpcllm.collectives.arrays import Array, flat, new_like, overlap, write_back
+from hpcllm.collectives.arrays import Array, flat, new_like, overlap
 from hpcllm.collectives.group import Group, group_of
 
 __all__ = ["ALGORITHMS", "allgather", "allreduce", "alltoall", "broadcast", "chunk_range", "reduce_scatter"]
@@ -79,6 +82,7 @@ ALGORITHMS: dict[str, dict[str, Callable[..., None]]] = {
     },
 }
 SUMS = ("allreduce", "reduce_scatter")
+OF_THE_CPU = ("node_window",)  # algorithms that work in memory which the ranks of a node share
 FLOAT32 = np.dtype(np.float32)
 SHORTCUT_BYTES = 64 << 10
 
@@ -99,10 +103,8 @@ def allreduce(
     values = flat(x, written=out is None)
     if out is not None:
         values = _copied(values, x, out)
-    _run("allreduce", values.numel(), values.dtype, codec, algorithm, group, values)
-    result = x if out is None else out
-    write_back(values, result)
-    return result
+    _run("allreduce", values, codec, algorithm, group, values)
+    return x if out is None else out
 
 
 def reduce_scatter(
@@ -119,8 +121,7 @@ def reduce_scatter(
     result = _like("out", out, values, end - start)
     if overlap(values, result):
         raise ValueError("reduce_scatter: out shares memory with x")
-    _run("reduce_scatter", values.numel(), values.dtype, codec, algorithm, group, values, result)
-    write_back(result, out)
+    _run("reduce_scatter", values, codec, algorithm, group, values, result)
     return out
 
 
@@ -151,8 +152,7 @@ def allgather(
         )
     if overlap(values, result) and values.data_ptr() != result[start:end].data_ptr():
         raise ValueError("allgather: part overlaps out but is not this rank's chunk of it")
-    _run("allgather", result.numel(), values.dtype, codec, algorithm, group, values, result)
-    write_back(result, out)
+    _run("allgather", result, codec, algorithm, group, values, result)
     return out
 
 
@@ -172,8 +172,7 @@ def alltoall(
     result = _like("out", out, values, values.numel())
     if overlap(values, result):
         raise ValueError("alltoall: out shares memory with x")
-    _run("alltoall", values.numel(), values.dtype, codec, algorithm, group, values, result)
-    write_back(result, out)
+    _run("alltoall", values, codec, algorithm, group, values, result)
     return out
 
 
@@ -188,8 +187,7 @@ def broadcast(
     if not 0 <= root < group.size:
         raise ValueError(f"broadcast: root {root} is none of {group.size} ranks; valid: 0 to {group.size - 1}")
     values = flat(x, written=True)
-    _run("broadcast", values.numel(), values.dtype, codec, algorithm, group, values, root)
-    write_back(values, x)
+    _run("broadcast", values, codec, algorithm, group, values, root)
     return x
 
 
@@ -208,52 +206,73 @@ def _shortcut(x: Array, group: Group) -> NDArray[Any] | None:
         memory = x.numpy()
     else:
         return None
-    plan = group.plans.get(("allreduce", memory.size, "raw", torch.float32))
+    plan = group.plans.get(("allreduce", memory.size, "raw", torch.float32, "cpu"))
     blocking = plan is not None and plan.algorithm == "native" and group.wire.waits.limit_s is None
     return memory if blocking and memory.nbytes <= SHORTCUT_BYTES and not group.broken else None
 
 
 def _run(
-    operation: str, n: int, dtype: torch.dtype, codec: str | Codec, algorithm: str, group: Group, *arguments: Any
+    operation: str, counted: torch.Tensor, codec: str | Codec, algorithm: str, group: Group, *arguments: Any
 ) -> None:
-    """Resolve codec and algorithm, and call it. What a failed collective leaves behind makes its group unusable."""
+    """Resolve codec and algorithm, and call it. What a failed collective leaves behind makes its group unusable.
+
+    counted: the array whose length, dtype and device say what there is to do.
+    """
     group.check()
-    function, found = _choice(operation, n, dtype, codec, algorithm, group)
+    function, found = _choice(operation, counted, codec, algorithm, group)
+    memory = group.wire.turn_to(counted.device)
+    memory.enter()
     try:
-        function(*arguments, group, found)
+        function(*arguments, group, memory.carry(found))
     except ValueError:
         raise  # refused before a message was sent
     except BaseException as error:
         group.broken = f"{operation}: {error}"
         raise
+    finally:
+        memory.leave()
 
 
 def _choice(
-    operation: str, n: int, dtype: torch.dtype, codec: str | Codec, algorithm: str, group: Group
+    operation: str, counted: torch.Tensor, codec: str | Codec, algorithm: str, group: Group
 ) -> tuple[Callable[..., None], Codec]:
-    algorithms = ALGORITHMS[operation]
+    algorithms, n, dtype, place = ALGORITHMS[operation], counted.numel(), counted.dtype, counted.device.type
     if algorithm != "auto":
-        if algorithm not in algorithms:
-            raise ValueError(f"{operation}: algorithm {algorithm!r} is unknown; valid: auto, {', '.join(algorithms)}")
-        return algorithms[algorithm], _bind(operation, codec, dtype)
+        _check_algorithm(operation, algorithm, place)
+        return algorithms[algorithm], _bind(operation, codec, dtype, place)
     name = codec if isinstance(codec, str) else codec.name
-    plan = group.plans.get((operation, n, name, dtype))
+    key = operation, n, name, dtype, place
+    plan = group.plans.get(key)
     if plan is None:
-        plan = group.plans[operation, n, name, dtype] = select.plan(operation, n, _bind(operation, codec, dtype), group)
+        plan = group.plans[key] = select.plan(operation, n, _bind(operation, codec, dtype, place), group, place)
     if codec is name or plan.codec.name != name:
         return algorithms[plan.algorithm], plan.codec
-    return algorithms[plan.algorithm], _bind(operation, codec, dtype)
+    return algorithms[plan.algorithm], _bind(operation, codec, dtype, place)
 
 
-def _bind(operation: str, codec: str | Codec, dtype: torch.dtype) -> Codec:
-    """The codec for this operation on values of this dtype. Raises ValueError with what would be valid."""
+def valid_algorithms(operation: str, place: str) -> list[str]:
+    """Those that take arrays on this type of device."""
+    return [name for name in ALGORITHMS[operation] if place == "cpu" or name not in OF_THE_CPU]
+
+
+def _check_algorithm(operation: str, algorithm: str, place: str) -> None:
+    valid = valid_algorithms(operation, place)
+    if algorithm in ALGORITHMS[operation] and algorithm not in valid:
+        raise ValueError(f"{algorithm} works in memory of the CPU, the array is on {place}; valid: {', '.join(valid)}")
+    if algorithm not in valid:
+        raise ValueError(f"{operation}: algorithm {algorithm!r} is unknown; valid: auto, {', '.join(valid)}")
+
+
+def _bind(operation: str, codec: str | Codec, dtype: torch.dtype, place: str) -> Codec:
+    """The codec for this operation on values of this dtype, there. Raises ValueError with what would be valid."""
     if operation in SUMS and dtype not in VALUE_TYPES:
         raise ValueError(f"{operation} sums {', '.join(map(str, VALUE_TYPES))}, not {dtype}")
     if not isinstance(codec, str):
         if codec.dtype != dtype:
             raise ValueError(f"{operation}: codec {codec.name} is for {codec.dtype}, the values are {dtype}")
         return codec
-    return _raw(dtype) if codec == "raw" else find_codec(codec, dtype)
+    plain = codec == "raw" and (place == "cpu" or dtype not in VALUE_TYPES)  # the latter are moved, never added up
+    return _raw(dtype) if plain else find_codec(codec, dtype, place)
 
 
 @cache
@@ -266,6 +285,8 @@ def _like(name: str, out: Array, values: torch.Tensor, n: int) -> torch.Tensor:
     result = flat(out, written=True)
     if result.dtype != values.dtype or result.numel() != n:
         raise ValueError(f"{name} has {result.numel()} values of {result.dtype}, the result has {n} of {values.dtype}")
+    if result.device != values.device:
+        raise ValueError(f"{name} is on {result.device}, the values are on {values.device}")
     return result
 
 

@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 from hpcllm.chunks import whole_blocks
 from hpcllm.codecs.protocol import Codec
+from hpcllm.codecs.raw import Raw
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.wire import Slots
 
@@ -43,7 +44,7 @@ class _Pairs:
 
     def __init__(self, x: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec) -> None:
         self.x, self.out, self.group, self.codec = x, out, group, codec
-        self.raw = codec.name == "raw"
+        self.raw = isinstance(codec, Raw)
         block = x.shape[1]
         length = whole_blocks(min(SEGMENT_VALUES, block), codec.block)
         parts = [slice(first, min(first + length, block)) for first in range(0, block, length)]

@@ -58,7 +58,7 @@ def _meet(x: torch.Tensor, place: int, partner: int, index: int, fold: Fold, cod
     )
     theirs = theirs[: codec.used_bytes(theirs, x.numel())]
     lower, upper = (mine, theirs) if place < partner else (theirs, mine)
-    total = wire.scratch("total", 4 * x.numel()).view(torch.float32)
+    total = wire.workspace("total", x.numel(), torch.float32)
     codec.decode(lower, total)
     codec.decode_add(upper, total)
     x.copy_(total)

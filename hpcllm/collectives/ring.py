@@ -19,11 +19,14 @@ Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for cl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from mpi4py import MPI
 
 from hpcllm.chunks import chunk_range, piece_range
 from hpcllm.codecs.protocol import Codec
+from hpcllm.codecs.raw import Raw
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.wire import padded
 
@@ -51,17 +54,20 @@ def ring_reduce_scatter(x: torch.Tensor, out: torch.Tensor, group: Group, codec:
     ring.finish()
 
 
-def ring_allgather(part: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec) -> None:
+def ring_allgather(
+    part: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec, chunks: Sequence[tuple[int, int]] = ()
+) -> None:
     """part (own chunk,), which may be out's own chunk -> out (n,), any n. Collective over group.
 
-    Everyone, the owner included, gets the decoded values. Raises StallError, CodecError.
+    Everyone, the owner included, gets the decoded values. chunks: first value and end of each rank's; of the same
+    length if not given. Raises StallError, CodecError.
     """
-    start, end = chunk_range(out.numel(), group.size, group.rank)
+    start, end = chunks[group.rank] if chunks else chunk_range(out.numel(), group.size, group.rank)
     if part.data_ptr() != out[start:].data_ptr():
         out[start:end].copy_(part)
     if group.size == 1 or out.numel() == 0:
         return
-    ring = _Ring(out, out[start:end], out, group, codec)
+    ring = _Ring(out, out[start:end], out, group, codec, chunks)
     ring.allgather()
     ring.finish()
 
@@ -70,11 +76,17 @@ class _Ring:
     """One call's lanes. addends (n,): this rank's; total: where the sum of its chunk goes; out (n,): the result."""
 
     def __init__(
-        self, addends: torch.Tensor, total: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec
+        self,
+        addends: torch.Tensor,
+        total: torch.Tensor,
+        out: torch.Tensor,
+        group: Group,
+        codec: Codec,
+        chunks: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.addends, self.total, self.out, self.group, self.codec = addends, total, out, group, codec
         n = addends.numel()
-        self.chunks = [chunk_range(n, group.size, rank) for rank in range(group.size)]
+        self.chunks = chunks or [chunk_range(n, group.size, rank) for rank in range(group.size)]
         longest = max(end - start for start, end in self.chunks)
         self.lane_count = max(1, round(4 * longest / LANE_BYTES))
         longest_part = -(-longest // self.lane_count) + codec.block
@@ -109,7 +121,7 @@ class _Lane:
         slots = self.group.wire.scratch("ring", 2 * ring.lane_count * ring.slot_bytes)
         start = 2 * lane * ring.slot_bytes
         self.slot, self.spare = slots[start : start + 2 * ring.slot_bytes].view(2, ring.slot_bytes).unbind()
-        self.raw = self.codec.name == "raw"
+        self.raw = isinstance(self.codec, Raw)
         self.sending: list[MPI.Request] = []
 
     def start_sum(self) -> None:
@@ -180,7 +192,7 @@ class _Lane:
         return total
 
     def _scratch(self, name: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return self.group.wire.scratch(f"ring {name}", like.numel() * dtype.itemsize).view(dtype)
+        return self.group.wire.workspace(f"ring {name}", like.numel(), dtype)
 
     def _encode(self, values: torch.Tensor, chunk: int) -> torch.Tensor:
         if not values.numel():

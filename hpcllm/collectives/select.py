@@ -4,10 +4,14 @@
         group has no tuning   fixed rules below: no clock has a say, so every run sums in the same order
         group has tuning      the cheapest by cost.py with measured rates; a codec must win by 5 % or it is not used
 
-    allreduce, reduce-scatter, all-gather
+    allreduce, reduce-scatter, all-gather, of arrays on the CPU
     one node,  raw    node_window; up to 64 KiB native where waits have no limit, so that the library may block
     more,      raw    fp32 up to 64 KiB native, then two_level where ranks share nodes, else by size per rank
     a codec           two_level where ranks share nodes, else two_step
+
+Arrays on a device share no windows: by the lines for more nodes, however many there are, with the library only up to
+64 KiB: it adds up on the host and takes a whole array there at once, while ours copy parts as others are on the wire.
+Rates that were measured with arrays on the CPU say nothing of a device, so its rules are fixed even with tuning.
 
 A wait with a limit polls, gives way and sleeps, and a library's sum moves on only when it is polled: 16 KiB between two
 ranks that compute in between took 600 us native and 40 in node_window.
@@ -47,17 +51,17 @@ class Plan:
     why: str = "rule"
 
 
-def plan(operation: str, n: int, codec: Codec, group: Group) -> Plan:
+def plan(operation: str, n: int, codec: Codec, group: Group, place: str = "cpu") -> Plan:
     """What to run for n values: those of x, of `out` for an all-gather. Collective over group where it has tuning.
 
-    The caller keeps the answer in group.plans.
+    place: the type of the values' device. The caller keeps the answer in group.plans.
     """
-    if group.tuning is not None and n > 0:
+    if group.tuning is not None and n > 0 and place == "cpu":
         decision = _decided(operation, n, codec, group, group.tuning)
         if decision:
             chosen = codec if decision["codec"] == codec.name else Raw(codec.dtype)
             return Plan(decision["algorithm"], chosen, decision["predicted_s"], decision["why"])
-    return Plan(_rule(operation, n, codec, group), codec)
+    return Plan(_rule(operation, n, codec, group, place), codec)
 
 
 def use_tuning(comm: MPI.Intracomm | Group, tuning: Tuning | None) -> None:
@@ -82,17 +86,17 @@ def _decided(operation: str, n: int, codec: Codec, group: Group, tuning: Tuning)
     return decision
 
 
-def _rule(operation: str, n: int, codec: Codec, group: Group) -> str:
+def _rule(operation: str, n: int, codec: Codec, group: Group, place: str) -> str:
     size_bytes = n * codec.dtype.itemsize
     raw, small = codec.name == "raw", size_bytes <= SMALL_BYTES
-    if raw and group.nodes == 1 and operation in IN_WINDOWS:
+    if raw and group.nodes == 1 and operation in IN_WINDOWS and place == "cpu":
         may_ask_library = operation not in SUMS or codec.dtype == torch.float32
         return "native" if small and may_ask_library and group.wire.waits.limit_s is None else "node_window"
     if operation == "allreduce":
         return _allreduce_rule(size_bytes, codec, group)
     if operation == "reduce_scatter":
         return _reduce_scatter_rule(size_bytes, codec)
-    if raw and library_counts(operation, n):
+    if raw and library_counts(operation, n) and place == "cpu":
         return "native"  # nothing to add up: the library moves bytes as well as we do
     if operation == "broadcast":
         return "binomial" if small or group.size <= 2 else "ring"

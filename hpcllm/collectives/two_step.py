@@ -17,6 +17,8 @@ whose addends have had LAG turns to arrive, and decodes the sums of segment k - 
     sum, send          s0  s1  s2  s3               the first encoding, the last sum and the last decoding
     decode                     s0  s1  s2  s3
 
+Arrays on a device: where the codec can, one kernel reads all addends of a segment, adds them up and encodes the sum.
+
 Same bits everywhere: the owner too uses the decoded sum. Its own addend it takes as it is.
 Source: Wang et al. 2023, "ZeRO++", arXiv:2306.10209, section 3.3, for the all-to-all reduction.
 """
@@ -24,7 +26,7 @@ Source: Wang et al. 2023, "ZeRO++", arXiv:2306.10209, section 3.3, for the all-t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -32,11 +34,14 @@ from mpi4py import MPI
 
 from hpcllm.chunks import chunk_range, segment_range, whole_blocks
 from hpcllm.codecs.protocol import Codec
+from hpcllm.codecs.raw import Raw
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.wire import Slots
+from hpcllm.messages.memory import Carried
 
 LAG = 3  # covers the moments in which a peer computes, or does not run at all
 SEGMENT_VALUES = 1 << 17  # per peer: long enough for a wire, short enough for a cache and for the ends of the pipeline
+DEVICE_SEGMENT_VALUES = 1 << 19  # to start a kernel takes a device as long as to encode a hundred thousand values
 TURN_VALUES = 1 << 22  # of all peers: with many of them segments are shorter, which bounds the scratch memory
 SHORTEST_SEGMENT = 1 << 15
 ADDEND, SUM = 1, 2  # tags
@@ -46,23 +51,32 @@ def two_step_allreduce(x: torch.Tensor, group: Group, codec: Codec) -> None:
     """Sum x (n,) over the group in place, any n. Collective over group. Raises StallError, CodecError."""
     if group.size == 1:
         return
-    cut = _Cut(x.numel(), group, codec)
+    cut = _Cut(x, group, codec)
     addends, sums = _Addends(x, cut), _Sums(x, cut)
     for turn in range(cut.segments + 2 * LAG):
         addends.send(turn)
         done = turn - LAG
         if 0 <= done < cut.segments:
             own = cut.part(x, group.rank, done)
-            total = addends.add_up(done, own)
-            addends.sent.wait(done)  # long gone, but raw sums will arrive where these addends are
-            sums.send(done, total, own)
+            if isinstance(codec, Carried) and codec.sums:
+                sums.send_fused(done, addends.arrived(done, own.numel()), own, codec)
+            else:
+                total = addends.add_up(done, own)
+                addends.sent.wait(done)  # long gone, but raw sums will arrive where these addends are
+                sums.send(done, total, own)
         sums.decode(turn - 2 * LAG)
+    addends.sent.wait_all()
     sums.sent.wait_all()
 
 
-def two_step_reduce_scatter(x: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec) -> None:
-    """x (n,) -> out: this rank's chunk of the sum, in fp32 and rounded once. Collective over group."""
-    cut = _Cut(x.numel(), group, codec)
+def two_step_reduce_scatter(
+    x: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec, chunks: Sequence[tuple[int, int]] = ()
+) -> None:
+    """x (n,) -> out: this rank's chunk of the sum, in fp32 and rounded once. Collective over group.
+
+    chunks: first value and end of each rank's; of the same length if not given.
+    """
+    cut = _Cut(x, group, codec, chunks)
     addends = _Addends(x, cut)
     for turn in range(cut.segments + LAG):
         addends.send(turn)
@@ -76,11 +90,12 @@ def two_step_reduce_scatter(x: torch.Tensor, out: torch.Tensor, group: Group, co
 class _Cut:
     """How the chunks of one call are cut, and whom this rank talks to."""
 
-    def __init__(self, n: int, group: Group, codec: Codec) -> None:
-        self.group, self.codec = group, codec
-        self.chunks = [chunk_range(n, group.size, rank) for rank in range(group.size)]
+    def __init__(self, x: torch.Tensor, group: Group, codec: Codec, chunks: Sequence[tuple[int, int]] = ()) -> None:
+        self.group, self.codec, n = group, codec, x.numel()
+        self.chunks = chunks or [chunk_range(n, group.size, rank) for rank in range(group.size)]
         longest = max(end - start for start, end in self.chunks)
-        per_peer = min(SEGMENT_VALUES, max(TURN_VALUES // max(1, group.size - 1), SHORTEST_SEGMENT))
+        most = SEGMENT_VALUES if x.is_cpu else DEVICE_SEGMENT_VALUES
+        per_peer = min(most, max(TURN_VALUES // max(1, group.size - 1), SHORTEST_SEGMENT))
         self.length = whole_blocks(min(per_peer, longest), codec.block)
         self.segments = math.ceil(longest / self.length)
         self.slot_bytes = codec.encoded_bytes(self.length)
@@ -116,7 +131,7 @@ class _Addends:
         self.sent = cut.slots("addends", LAG + 1, len(cut.peers))
         self.landing = cut.slots("arriving addends", LAG + 2, cut.group.size)
         self.arriving: dict[tuple[int, int], list[MPI.Request]] = {}
-        self.scratch = cut.group.wire.scratch("two_step total", 4 * cut.length).view(torch.float32)
+        self.scratch = cut.group.wire.workspace("two_step total", cut.length, torch.float32)
         self._receive(0)
 
     def send(self, segment: int) -> None:
@@ -124,12 +139,29 @@ class _Addends:
             return
         self._receive(segment + 1)
         self.sent.wait(segment)
+        encoded: list[tuple[torch.Tensor, int, int]] = []
         for place, peer in enumerate(self.cut.peers):
             first, end = self.cut.range(peer, segment)
             if first < end:
                 slot = self.sent.take(segment, place, self.cut.slot_bytes)
                 data = self.cut.codec.encode(self.x[first:end], slot, self.cut.index + first)
-                self.sent.hold(segment, self.cut.send(data, peer, ADDEND, end - first))
+                encoded.append((data, peer, end - first))
+            if self.x.is_cpu:
+                self._start(segment, encoded)
+        self._start(segment, encoded)  # a device is told of all encodings before the first is waited for
+
+    def _start(self, segment: int, encoded: list[tuple[torch.Tensor, int, int]]) -> None:
+        for data, peer, n in encoded:
+            self.sent.hold(segment, self.cut.send(data, peer, ADDEND, n))
+        encoded.clear()
+
+    def arrived(self, segment: int, n: int) -> torch.Tensor:
+        """(ranks, bytes): row r begins with rank r's encoding of n values of my chunk, all of which have come; mine is
+        left out."""
+        for rank in self.cut.peers if n else ():
+            requests = self.arriving.pop((rank, segment))
+            self.cut.group.wire.waits.all(requests, lambda rank=rank: self._name(rank, segment))  # type: ignore[misc]
+        return self.landing.rows(segment)
 
     def add_up(self, segment: int, result: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of one segment of my chunk, in rank order and in fp32; result (length,) gets it, unless
@@ -194,12 +226,26 @@ class _Sums:
         if codec.lossless and total.data_ptr() != own.data_ptr():
             own.copy_(total)
             total = own
-        index = self.cut.index + self.cut.range(self.cut.group.rank, segment)[0]
-        data = codec.encode(total, self.sent.take(segment, 0, self.cut.slot_bytes), index)
-        for peer in self.cut.peers:
-            self.sent.hold(segment, self.cut.send(data, peer, SUM, own.numel()))
+        data = codec.encode(total, self.sent.take(segment, 0, self.cut.slot_bytes), self._index(segment))
+        self._to_all(segment, data, own.numel())
         if not codec.lossless:
             codec.decode(data, own)
+
+    def send_fused(self, segment: int, addends: torch.Tensor, own: torch.Tensor, codec: Carried) -> None:
+        """The same bytes and values, made of all addends by one kernel. own: my addend, and then its place in x."""
+        self._receive(segment)
+        if own.numel():
+            self.sent.wait(segment)
+            slot = self.sent.take(segment, 0, self.cut.slot_bytes)
+            data = codec.sum_encode(addends, self.cut.group.rank, own, slot, self._index(segment))
+            self._to_all(segment, data, own.numel())
+
+    def _to_all(self, segment: int, data: torch.Tensor, n: int) -> None:
+        for peer in self.cut.peers:
+            self.sent.hold(segment, self.cut.send(data, peer, SUM, n))
+
+    def _index(self, segment: int) -> int:
+        return self.cut.index + self.cut.range(self.cut.group.rank, segment)[0]
 
     def decode(self, segment: int) -> None:
         for peer in self.cut.peers if segment >= 0 else ():
@@ -218,7 +264,7 @@ class _Sums:
                 self.arriving[peer, segment] = self.cut.group.wire.receive(self.cut.group.comm, slot, peer, SUM)
 
     def _slot(self, peer: int, segment: int, part: torch.Tensor) -> torch.Tensor:
-        if self.cut.codec.name == "raw":
+        if isinstance(self.cut.codec, Raw):
             return part.view(torch.uint8)  # straight to its place
         return self.landing.take(segment, peer, self.cut.codec.encoded_bytes(part.numel()))
 

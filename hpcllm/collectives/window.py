@@ -26,8 +26,8 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from hpcllm.collectives.group import Group, group_of
-from hpcllm.collectives.wire import ALIGNMENT_BYTES
 from hpcllm.errors import HpcllmError, UserError
+from hpcllm.messages.memory import ALIGNMENT_BYTES
 from hpcllm.together import raise_together
 
 PAGE_BYTES = 4096

@@ -40,9 +40,12 @@ class Chunk:
     """
 
     decoder: Decoder
-    loss: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))  # a sum, until set to 0
+    loss: torch.Tensor = field(init=False)  # () float64 on the decoder's device: a sum, until set to 0
     _passes: dict[int, _Pass] = field(default_factory=dict)  # by microbatch, from F to B or I
     _halves: dict[int, DeferredGradients] = field(default_factory=dict)  # from I to W
+
+    def __post_init__(self) -> None:
+        self.loss = torch.zeros((), dtype=torch.float64, device=self.decoder.device)
 
     @property
     def live(self) -> int:
@@ -75,7 +78,8 @@ class Chunk:
         gradient: of the output; None where that is the loss.
         """
         kept = self._passes.pop(m)
-        torch.autograd.backward(kept.output, gradient)
+        with torch.autograd.set_multithreading_enabled(False):  # else hooks call MPI from a thread of the device's
+            torch.autograd.backward(kept.output, gradient)
         if kept.later is not None:
             self._halves[m] = kept.later
         return kept.x.grad

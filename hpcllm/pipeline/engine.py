@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 
+from hpcllm.device import synchronize
 from hpcllm.pipeline.actions import Action, Op
 from hpcllm.pipeline.chunk import Chunk
 from hpcllm.pipeline.link import Link
@@ -46,12 +47,13 @@ class Engine:
         for chunk in self.chunks:
             chunk.decoder.exact = exact
 
-    def run(self, schedule: Schedule, inputs: torch.Tensor, targets: torch.Tensor, scale: float) -> float:
+    def run(self, schedule: Schedule, inputs: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
         """Run a checked schedule over inputs and targets (microbatches, size, sequence) int64. Raises StallError.
 
         Gradients of `scale` times the summed loss are added to the parameters' .grad; a target of loss.IGNORED does
-        not count. Collective over the pipeline and its tp ranks. Returns the summed loss; 0 on all ranks but tp rank 0
-        of the last stage.
+        not count. Collective over the pipeline and its tp ranks. Returns the summed loss, () float64 on the device
+        of the chunks; 0 on all ranks but tp rank 0 of the last stage. Work on a device may still be under way: whoever
+        reads the loss waits for it.
         """
         actions = schedule.actions[self.link.mesh.pp.rank]
         self._split = frozenset((a.microbatch, a.chunk) for a in actions if a.op is Op.BACKWARD_INPUT)
@@ -71,7 +73,7 @@ class Engine:
                 case Op.BACKWARD_WEIGHT:
                     self._weights(action)
         self._timed("wait", "sends", self.link.finish)
-        return sum(chunk.loss.item() for chunk in self.chunks)
+        return torch.stack([chunk.loss for chunk in self.chunks]).sum()
 
     def _forward(self, action: Action, tokens: torch.Tensor, targets: torch.Tensor, scale: float) -> None:
         m, chunk = action.microbatch, self.chunks[action.chunk]
@@ -127,5 +129,6 @@ class Engine:
         start = time.perf_counter()
         result = work()
         if self.record:
+            synchronize(self.chunks[0].decoder.device)  # else the work would only have been handed to it
             self.record(kind, what, start, time.perf_counter())
         return result

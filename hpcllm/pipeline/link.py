@@ -8,8 +8,11 @@
 
     tensor --codec of the wire--> bytes ~~~~> bytes --decode, at take--> tensor          raw: no copy on either side
 
-Nothing here blocks but `take` and `finish`: two ranks may send to each other at once. Buffers come from a pool and go
-back to it when their microbatch is done; what is sent is kept until its message has left.
+Nothing here waits for another rank but `take` and `finish`: two ranks may send to each other at once. Buffers come from
+a pool and go back to it when their microbatch is done; what is sent is kept until its message has left.
+
+Tensors of a device are sent once the device has made them, so `send` waits for that; their bytes lie where MPI can read
+them (messages/memory.py): raw ones are copied there, and back if that is the host.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ from dataclasses import dataclass, field
 import torch
 from mpi4py import MPI
 
-from hpcllm import buffers
 from hpcllm.codecs import Codec, find_codec
+from hpcllm.codecs.raw import Raw
 from hpcllm.mesh import Mesh
+from hpcllm.messages import buffers
+from hpcllm.messages.memory import MessageMemory, memory_for
 from hpcllm.pipeline.actions import Action, Op, message_tag
 from hpcllm.pipeline.messages import other_end
 from hpcllm.pipeline.placement import Placement
@@ -37,6 +42,7 @@ WAYS = {
     Op.RECV_BACKWARD: BACKWARD,
     Op.SEND_BACKWARD: BACKWARD,
 }
+CPU = torch.device("cpu")
 CARGO = {FORWARD: "activation", BACKWARD: "gradient"}
 Codecs = dict[tuple[Op, int], str]  # way, and the rank at the other end -> codec
 
@@ -66,18 +72,26 @@ class Link:
     waits: Waits
     codecs: Codecs = field(default_factory=dict)  # raw where nothing is said
     dtype: torch.dtype = torch.float32
+    device: torch.device = CPU
     exact: bool = False  # while true all messages are raw, whatever `codecs` says; the same on both sides
     plain_bytes: dict[Op, int] = field(default_factory=lambda: dict.fromkeys(CARGO, 0))
     sent_bytes: dict[Op, int] = field(default_factory=lambda: dict.fromkeys(CARGO, 0))
     coming: dict[Action, Message] = field(default_factory=dict)  # by its RECV
     leaving: list[Message] = field(default_factory=list)
-    _free: defaultdict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))  # by size
+    memory: MessageMemory = field(init=False)
+    _carried: dict[str, Codec] = field(default_factory=dict)  # by name
+    # by type of the device and size
+    _free: defaultdict[tuple[str, int], list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        self.memory = memory_for(self.device)
 
     def receive(self, action: Action) -> None:
         """Start a RECV; `take` hands the tensor out."""
         peer, _ = self._other_end(action)
         codec = self._codec(action, peer)
-        landing = self._buffer(codec.encoded_bytes(math.prod(self.shape)))
+        landing = self._message_buffer(codec.encoded_bytes(math.prod(self.shape)))
+        self.memory.before_receive(landing)
         requests = buffers.irecv(self.mesh.pp, landing, peer, self._tag(action, action.chunk))
         self.coming[action] = Message(action, peer, requests, landing, codec)
 
@@ -87,16 +101,17 @@ class Link:
         self.waits.all(message.requests, lambda: self.describe(message))
         del self.coming[action]  # not before: a message later than the limit must not land in freed memory
         codec, landing = message.codec, message.memory
-        if codec.name == "raw":
+        if isinstance(codec, Raw):
             return self._tensor(landing)
-        tensor = self._tensor(self._buffer(self.dtype.itemsize * math.prod(self.shape)))
+        tensor = self._tensor(self._value_buffer(self.dtype.itemsize * math.prod(self.shape)))
         codec.decode(landing[: codec.used_bytes(landing, tensor.numel())], tensor.view(-1))
-        self.release(landing)
+        self._put_back(landing)
         return tensor
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Give a taken buffer back to the pool; nobody may read it after this."""
-        self._free[buffer.nbytes].append(buffers.as_bytes(buffer))
+        """Give a taken buffer back to the pool; nobody may read it after this, but a device what it was told before."""
+        self.memory.mark(buffer)
+        self._put_back(buffers.as_bytes(buffer))
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
         """Start a SEND; the tensor must not change until its message has left."""
@@ -104,9 +119,14 @@ class Link:
         peer, receive = self._other_end(action)
         codec = self._codec(action, peer)
         kept = data = plain = tensor.detach().contiguous()
-        if codec.name != "raw":
-            kept = self._buffer(codec.encoded_bytes(plain.numel()))
+        if not isinstance(codec, Raw):
+            kept = self._message_buffer(codec.encoded_bytes(plain.numel()))
             data = codec.encode(plain.view(-1), kept)
+        elif self._pools_raw:
+            kept = data = self._message_buffer(plain.nbytes)
+            data.view(plain.dtype).copy_(plain.view(-1))
+            self.memory.mark(data)
+        self.memory.before_send(data)
         requests = buffers.isend(self.mesh.pp, data, peer, self._tag(action, receive.chunk))
         self.leaving.append(Message(action, peer, requests, kept, codec))
         self.plain_bytes[WAYS[action.op]] += tensor.nbytes
@@ -135,9 +155,14 @@ class Link:
         for message in self.leaving:
             if not MPI.Request.Testall(message.requests):
                 still.append(message)
-            elif message.codec.name != "raw":
-                self.release(message.memory)
+            elif self._pools_raw or not isinstance(message.codec, Raw):
+                self._put_back(message.memory)
         self.leaving = still
+
+    @property
+    def _pools_raw(self) -> bool:
+        """Whether raw tensors are copied too: of a device's memory MPI gets to see the pool's alone."""
+        return self.memory.place != "cpu"
 
     def _other_end(self, action: Action) -> tuple[int, Action]:
         return other_end(self.placement, self.mesh.pp.rank, action)
@@ -146,11 +171,23 @@ class Link:
         return message_tag(action.microbatch, receiving_chunk, self.placement.chunks, WAYS[action.op] is BACKWARD)
 
     def _codec(self, action: Action, peer: int) -> Codec:
-        return find_codec("raw" if self.exact else self.codecs.get((WAYS[action.op], peer), "raw"), self.dtype)
+        name = "raw" if self.exact else self.codecs.get((WAYS[action.op], peer), "raw")
+        if name not in self._carried:
+            self._carried[name] = self.memory.carry(find_codec(name, self.dtype, self.device.type))
+        return self._carried[name]
 
-    def _buffer(self, size_bytes: int) -> torch.Tensor:
-        free = self._free[size_bytes]
-        return free.pop() if free else torch.empty(size_bytes, dtype=torch.uint8)
+    def _message_buffer(self, size_bytes: int) -> torch.Tensor:
+        """Where MPI can read and write."""
+        free = self._free[self.memory.place, size_bytes]
+        return free.pop() if free else self.memory.allocate(size_bytes)
+
+    def _value_buffer(self, size_bytes: int) -> torch.Tensor:
+        """Where this rank computes."""
+        free = self._free[self.device.type, size_bytes]
+        return free.pop() if free else torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+
+    def _put_back(self, buffer: torch.Tensor) -> None:
+        self._free[buffer.device.type, buffer.nbytes].append(buffer)
 
     def _tensor(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer.view(self.dtype).view(self.shape)

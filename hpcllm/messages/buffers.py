@@ -3,14 +3,16 @@
     tensor (contiguous)  ->  its bytes, no copy  ->  pieces of at most 2^30 bytes  ->  nonblocking sends or receives
 
 Messages are bytes because MPI has no portable 16-bit floats, and pieces because counts are 32-bit in most libraries.
-The requests hold no reference to Python objects: whoever starts a transfer keeps the tensor until it has waited.
+The requests hold no reference to Python objects: whoever starts a transfer keeps the tensor until it has waited. A
+tensor of a device is handed over as its address: only to an MPI that reads it, and only when the device's stream is
+done with it, see messages/memory.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
 import torch
 from mpi4py import MPI
 
@@ -22,21 +24,29 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)}, strides {tensor.stride()} is not contiguous")
     if not tensor.numel():
-        return torch.empty(0, dtype=torch.uint8)  # an empty tensor may have strides that no view can be made of
+        return torch.empty(
+            0, dtype=torch.uint8, device=tensor.device
+        )  # an empty tensor may have strides that no view can be made of
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def isend(comm: MPI.Intracomm, tensor: torch.Tensor, peer: int, tag: int) -> list[MPI.Request]:
-    """Start sending a CPU tensor's bytes to `peer`; a tensor without elements is no message at all."""
+    """Start sending a tensor's bytes to `peer`; a tensor without elements is no message at all."""
     return [comm.Isend([piece, MPI.BYTE], peer, tag) for piece in _pieces(tensor)]
 
 
 def irecv(comm: MPI.Intracomm, tensor: torch.Tensor, peer: int, tag: int) -> list[MPI.Request]:
-    """Start receiving into a CPU tensor what `peer` sends with isend: same number of bytes, same tag."""
+    """Start receiving into a tensor what `peer` sends with isend: same number of bytes, same tag."""
     return [comm.Irecv([piece, MPI.BYTE], peer, tag) for piece in _pieces(tensor)]
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[np.ndarray]:
-    memory = as_bytes(tensor).numpy()
-    for start in range(0, memory.size, LARGEST_MESSAGE_BYTES):
+def as_buffer(tensor: torch.Tensor) -> Any:
+    """The memory of a contiguous tensor as what mpi4py takes. Raises ValueError if not contiguous."""
+    memory = as_bytes(tensor)
+    return memory.numpy() if memory.is_cpu else MPI.buffer.fromaddress(memory.data_ptr(), memory.numel())
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[Any]:
+    memory = as_buffer(tensor)
+    for start in range(0, tensor.nbytes, LARGEST_MESSAGE_BYTES):
         yield memory[start : start + LARGEST_MESSAGE_BYTES]
