@@ -6,7 +6,8 @@
 #         `--------- slurmd n2 ( ... )                                           every file under FOLDER
 #
 # For Linux and root, with the commands of Slurm and munge installed (Debian and Ubuntu: apt-get install slurm-wlm). The
-# nodes claim 56 cores each, whatever the machine has. The ports are drawn anew, so several may be up at once.
+# nodes claim 128 cores and 8 GPUs each, and to be in every partition that jobscripts/ asks for, whatever the machine has. The
+# ports are drawn anew, so several may be up at once.
 set -euo pipefail
 
 usage() {
@@ -22,7 +23,7 @@ case $folder in *[[:space:]]*) echo "fakeslurm: FOLDER = '$folder' has a space, 
 export SLURM_CONF=$folder/slurm.conf
 
 configure() { # a limit is checked every second or so, a requeued job starts within seconds, both ends of a job are short
-    local host port
+    local host port gpu
     host=$(hostname -s)
     port=$((20000 + RANDOM % 10000))
     cat >"$SLURM_CONF" <<CONF
@@ -52,9 +53,16 @@ KillWait=10
 MinJobAge=3600
 OverTimeLimit=0
 PropagateResourceLimits=NONE
-NodeName=n[1-$nodes] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + nodes))] CPUs=56 RealMemory=64000
+GresTypes=gpu
+NodeName=n[1-$nodes] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + nodes))] CPUs=128 RealMemory=512000 Gres=gpu:8 Features=nvme,gpu
 PartitionName=batch Nodes=n[1-$nodes] Default=YES MaxTime=2:00:00
+PartitionName=standard-g Nodes=n[1-$nodes] MaxTime=2:00:00
+PartitionName=boost_usr_prod Nodes=n[1-$nodes] MaxTime=2:00:00
 CONF
+    for gpu in 0 1 2 3 4 5 6 7; do # Slurm wants a device to hand out; these are as /dev/null
+        [ -c "$folder/gpu$gpu" ] || mknod "$folder/gpu$gpu" c 1 3
+    done
+    echo "NodeName=n[1-$nodes] Name=gpu File=$folder/gpu[0-7]" >"$folder/gres.conf"
     echo CgroupPlugin=cgroup/v1 >"$folder/cgroup.conf"
     # of the nodes alone: the machine's own file stays as it is
     { cat /etc/hosts && echo "127.0.0.1 $(seq -s' ' -f n%g "$nodes")"; } >"$folder/hosts"
@@ -78,7 +86,7 @@ up() {
             mount --bind "$2/hosts" /etc/hosts && exec slurmd -N "n$1"' - "$node" "$folder"
     done
     for _ in $(seq 120); do
-        [ "$(sinfo -h -N -t idle -o %N 2>/dev/null | wc -l)" != "$nodes" ] || return 0
+        [ "$(sinfo -h -N -p batch -t idle -o %N 2>/dev/null | wc -l)" != "$nodes" ] || return 0
         sleep 0.25
     done
     echo "fakeslurm: the nodes did not come up within 30 s; see $folder/log" >&2

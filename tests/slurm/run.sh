@@ -37,8 +37,8 @@ folder=$(mktemp -d -t hpcllm-slurm-XXXXXX)
 trap 'bash tests/slurm/fakeslurm.sh down "$folder/slurm" || :; rm -rf "$folder"' EXIT
 bash tests/slurm/fakeslurm.sh up "$folder/slurm" 2
 # each test is several jobs, so the limit of a single test in pyproject.toml is too short
-HPCLLM_SLURM=$folder timeout -k 20 900 python -m pytest -q --color=no -p no:cacheprovider -o timeout=400 "$@" \
-    tests/slurm/jobs.py | tee "$folder/log" || code=$?
+HPCLLM_SLURM=$folder timeout -k 20 1500 python -m pytest -q --color=no -p no:cacheprovider -o timeout=400 "$@" \
+    tests/slurm/*jobs.py | tee "$folder/log" || code=$?
 count() { tail -n 1 "$folder/log" | grep -oE "[0-9]+ $1" | grep -oE '[0-9]+' || echo 0; }
 failed=$(($(count failed) + $(count error)))
 if [ "$code" != 0 ] && [ "$failed" = 0 ]; then failed=1; fi

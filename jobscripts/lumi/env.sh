@@ -1,0 +1,77 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034 # what is set here is read by ../common/
+# LUMI-G, CSC: 8 GCDs a node, a rank on each. Sourced by the scripts here. Not run on this machine by us; from:
+#     [1] LUMI documentation, "LUMI-G example batch scripts"
+#     [2] LUMI documentation, "Distribution and binding options"
+#     [3] LUMI documentation, "Software stacks", and "Slurm partitions"
+#     [4] LUMI AI Guide, chapters 2 and 5
+#     [5] OLCF documentation, "PyTorch on Frontier" (the same node and network), and the Crusher guide's OLCFDEV-1292
+#     [6] HPE, intro_mpi(3) of Cray MPICH, and its section on libfabric
+# What the caller has set already stays.
+#
+# LUMI asks for containers, whose image is one file, instead of environments of many. HPCLLM_CONTAINER=IMAGE.sif, for
+# install.sh and for jobs, does that: the packages lie beside it, and `install.sh pack` makes one file of squashfs of them.
+
+# shellcheck source=../common/slurm.sh
+. "$HPCLLM_ROOT/jobscripts/common/slurm.sh"
+
+HPCLLM_VENV=${HPCLLM_ENV:-$HPCLLM_ROOT/.venv-lumi}
+hpcllm_near=/tmp # in the node's memory: nodes have no disk [3]
+
+# Rank i of a node sees GCD i alone [1], and runs on the cores beside it, of which the first of each eight is the system's.
+# Task after task, as bits: cores 49-55, 57-63, 17-23, 25-31, 1-7, 9-15, 33-39, 41-47 [2]. For whole nodes only.
+hpcllm_masks=0xfe000000000000,0xfe00000000000000,0xfe0000,0xfe000000,0xfe,0xfe00,0xfe00000000,0xfe0000000000
+hpcllm_start=("--cpu-bind=mask_cpu:$hpcllm_masks")
+hpcllm_each=(bash "$HPCLLM_ROOT/jobscripts/common/one_device.sh" ROCR_VISIBLE_DEVICES "0,1,2,3,4,5,6,7")
+
+hpcllm_modules() {
+    if [ -n "${HPCLLM_CONTAINER:-}" ]; then
+        if [ -n "${DRY_RUN:-}" ]; then echo "module use /appl/local/laifs/modules"; else module use /appl/local/laifs/modules; fi
+        hpcllm_load lumi-aif-singularity-bindings # the container gets the network and the file systems [4]
+        return
+    fi
+    hpcllm_load LUMI/25.03 partition/G # the software of the GPU nodes; brings craype-accel-amd-gfx90a, for MPI on GPUs [3]
+    hpcllm_load PrgEnv-gnu             # packages of Python are made for GCC [5]
+    hpcllm_load cray-python            # a Python that is on every node's own image [3]
+    hpcllm_load rocm/6.3.4             # that of the torch below [3]
+    hpcllm_load cray-hdf5-parallel     # for parallel h5py [3]
+    hpcllm_load lumi-CrayPath          # the loader shall find the libraries of this stack, not of the default one [3]
+}
+
+hpcllm_variables() {
+    # MPI reads a GPU's memory. In jobs only: an MPI for CPUs ends each program that starts with it [1] [6]
+    export MPICH_GPU_SUPPORT_ENABLED=${MPICH_GPU_SUPPORT_ENABLED:-1}
+    # each rank sends by the card of its own NUMA domain, which is at its own MI250X; by default cards go round by rank [5] [6]
+    export MPICH_OFI_NIC_POLICY=${MPICH_OFI_NIC_POLICY:-NUMA}
+    # finds out when registered memory is freed; `memhooks`, the default in some containers, can hang [4, pull request 118] [5]
+    export FI_MR_CACHE_MONITOR=${FI_MR_CACHE_MONITOR:-userfaultfd}
+    # matching messages moves into software when the card has no room left, instead of failing [5] [6]
+    export FI_CXI_RX_MATCH_MODE=${FI_CXI_RX_MATCH_MODE:-hybrid}
+    # kernels that MIOpen has compiled go to the node's memory: locks on the home file system fail [4]
+    export MIOPEN_USER_DB_PATH=${MIOPEN_USER_DB_PATH:-/tmp/miopen-${USER:-user}-${SLURM_JOB_ID:-0}}
+    # the same place for what it has compiled itself [4]
+    export MIOPEN_CUSTOM_CACHE_DIR=${MIOPEN_CUSTOM_CACHE_DIR:-$MIOPEN_USER_DB_PATH}
+    # as many threads as a task has cores [2]
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-7}}
+    if [ -n "${HPCLLM_CONTAINER:-}" ]; then hpcllm_in_container; fi
+}
+
+# for install.sh
+hpcllm_torch=torch==2.7.1 hpcllm_accelerator="ROCm 6.3" # for the rocm above
+hpcllm_mpicc="cc -shared"                               # as on Frontier, OLCF's "Installing mpi4py and h5py"
+hpcllm_hdf5=HDF5_ROOT # of cray-hdf5-parallel
+hpcllm_make=(python3 -m venv "$HPCLLM_VENV")
+
+if [ -n "${HPCLLM_CONTAINER:-}" ]; then
+    hpcllm_inside=(singularity exec "$HPCLLM_CONTAINER")
+    hpcllm_near="" # the packages are one file already
+    hpcllm_torch="" hpcllm_hdf5="" # the image has its own [4]
+    hpcllm_mpicc=mpicc             # of the MPICH in the image, which knows GPUs [4]
+    hpcllm_make=("${hpcllm_inside[@]}" python3 -m venv --system-site-packages "$HPCLLM_VENV") # [4]
+fi
+
+hpcllm_in_container() { # each rank; the packages' one file lies over the folder that it was made from, so no path changes [4]
+    hpcllm_each+=(singularity exec)
+    if [ -e "$HPCLLM_VENV.sqsh" ]; then hpcllm_each+=(-B "$HPCLLM_VENV.sqsh:$HPCLLM_VENV:image-src=/"); fi
+    hpcllm_each+=("$HPCLLM_CONTAINER")
+}

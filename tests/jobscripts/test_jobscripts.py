@@ -1,0 +1,337 @@
+"""Job scripts say where each line comes from, agree with the numbers of the machine, and show what they would do.
+
+Without a batch system or modules: DRY_RUN=1. tests/slurm/train_jobs.py submits some of them to a real Slurm, .ci/run
+checks them all by shellcheck.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpcllm import machines
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ROOT / "jobscripts"
+MACHINE_OF = {  # of each folder, the file in hpcllm/machines
+    "frontier": "frontier",
+    "lumi": "lumi-g",
+    "perlmutter": "perlmutter",
+    "leonardo": "leonardo",
+    "aurora": "aurora",
+}
+VERBS = ("train", "perf", "preflight", "run")
+SCRIPTS = sorted(FOLDERS.glob("*/*.sbatch")) + sorted(FOLDERS.glob("*/*.pbs"))
+RUN = "jobscripts/local/tiny.toml"
+WORDS = {"train": [RUN], "perf": [], "preflight": [RUN], "run": ["prepare", "--output", "store.h5"]}
+
+
+def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "TMPDIR", "USER")}
+    return subprocess.run(
+        [str(word) for word in command],
+        env={**kept, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def dry_run(script: Path, *arguments: str, **environment: str) -> list[str]:
+    done = run("bash", script, *arguments, DRY_RUN="1", **environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+def script_of(folder: str, verb: str) -> Path:
+    return FOLDERS / folder / f"{verb}.{'pbs' if folder == 'aurora' else 'sbatch'}"
+
+
+def options(script: Path) -> dict[str, str]:
+    """What the head of a script asks for."""
+    words = " ".join(re.findall(r"^#(?:SBATCH|PBS) (.*)", script.read_text(), re.MULTILINE)).split()
+    return dict(word.partition("=")[::2] for word in words)
+
+
+def started(lines: list[str]) -> list[list[str]]:
+    """The commands by which ranks are started, as words."""
+    return [
+        shlex.split(line) for line in lines if line.startswith(("srun ", "mpiexec ")) and "ntasks-per-node" not in line
+    ]
+
+
+def test_every_machine_has_every_script():
+    assert {path.relative_to(FOLDERS).as_posix() for path in SCRIPTS} == {
+        script_of(folder, verb).relative_to(FOLDERS).as_posix() for folder in ("slurm", *MACHINE_OF) for verb in VERBS
+    }
+    for folder in ("slurm", *MACHINE_OF):
+        assert (FOLDERS / folder / "env.sh").exists()
+        assert (FOLDERS / folder / "install.sh").exists()
+
+
+@pytest.mark.parametrize("folder", ["slurm", *MACHINE_OF])
+def test_scripts_of_a_machine_differ_in_what_they_ask_for_and_in_their_verb_alone(folder):
+    bodies = set()
+    for verb in VERBS:
+        body = re.sub(r"^#.*\n", "", script_of(folder, verb).read_text(), flags=re.MULTILINE)
+        assert f"hpcllm_job {folder} {verb} " in body
+        bodies.add(body.replace(f" {folder} {verb} ", " MACHINE VERB "))
+    assert len(bodies) == 1
+
+
+@pytest.mark.parametrize("folder", MACHINE_OF)
+def test_every_line_of_an_environment_has_a_reason_and_a_source(folder):
+    """On its line, or in the comment above it: [1], as the head of the file lists them."""
+    text = (FOLDERS / folder / "env.sh").read_text()
+    head = text.split("\n\n")[0]
+    known = set(re.findall(r"^#     (\[\d\])", head, re.MULTILINE))
+    assert len(known) >= 3
+    assert "Not run on this machine by us" in head
+    lines = text.splitlines()
+    checked = 0
+    for number, line in enumerate(lines):
+        if not re.match(r"\s+(export \w+=|hpcllm_load )", line):
+            continue
+        above = number
+        while lines[above - 1].lstrip().startswith("#"):
+            above -= 1
+        comment = " ".join([*lines[above:number], line.partition(" #")[2]])
+        assert set(re.findall(r"\[\d\]", re.sub(r"\[(\d),[^]]*\]", r"[\1]", comment))) & known, line
+        assert len(re.sub(r"\[\d[^]]*\]|#", "", comment).split()) >= 2 or re.search(r"# \[\d\]$", line), (
+            f"no reason: {line}"
+        )
+        checked += 1
+    assert checked >= 5
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.relative_to(FOLDERS).as_posix())
+def test_the_head_says_that_it_was_not_run_there(script):
+    assert script.parent.name == "slurm" or "Not run on this machine by us" in script.read_text()
+
+
+def test_no_script_has_a_path_or_an_account_of_somebody():
+    for path in [*SCRIPTS, *FOLDERS.glob("*/*.sh"), FOLDERS / "README.md"]:
+        text = path.read_text()
+        assert not re.search(r"/home/|/work/|/users/|--account=|-A [a-z]+\d", text), path
+        assert not re.search(r"https?://", text), path  # documents by their names; no package index
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.relative_to(FOLDERS).as_posix())
+def test_a_dry_run_ends_with_the_command_of_all_ranks(script):
+    lines = dry_run(script, *WORDS[script.stem])
+    assert lines[0].startswith(("sbatch --nodes=2 ", "qsub -l select=2 "))
+    commands = started(lines)
+    ends = {
+        "train": [["hpcllm", "preflight", RUN], ["hpcllm", "train", RUN]],
+        "perf": [["hpcllm.perf", "tune", "--output", "tuning.toml"]],
+        "preflight": [["hpcllm", "preflight", RUN]],
+        "run": [["hpcllm", "prepare", "--output", "store.h5"]],
+    }[script.stem]
+    assert len(commands) == len(ends)
+    for command, end in zip(commands, ends, strict=True):
+        assert command[command.index("-m") + 1 :][: len(end)] == end
+        assert any(word.startswith("OMP_NUM_THREADS=") for word in lines)
+
+
+@pytest.mark.parametrize("folder", MACHINE_OF)
+def test_each_device_of_a_node_gets_one_rank(folder):
+    per_node = machines.load(MACHINE_OF[folder])["device"]["per_node"]
+    for verb in VERBS:
+        asked = options(script_of(folder, verb))
+        (command, *_) = started(dry_run(script_of(folder, verb), *WORDS[verb]))
+        if folder == "aurora":
+            assert command[command.index("--ppn") + 1] == str(per_node)
+        else:
+            assert asked["--ntasks-per-node"] == asked["--gpus-per-node"] == str(per_node)
+            assert f"--cpus-per-task={asked['--cpus-per-task']}" in command
+        if any("one_device.sh" in word for word in command):
+            devices = command[next(i for i, word in enumerate(command) if word.endswith("one_device.sh")) + 2]
+            assert sorted(devices.split(","), key=int) == [str(device) for device in range(per_node)]
+
+
+def cores_of(text: str) -> set[int]:
+    first, last = map(int, text.split("-"))
+    return set(range(first, last + 1))
+
+
+def cores_of_ranks(folder: str) -> list[set[int]]:
+    """The cores that the command line of a machine gives to each rank of a node, where it says them."""
+    (option,) = [word for word in started(dry_run(script_of(folder, "preflight")))[0] if word.startswith("--cpu-bind")]
+    if option.startswith("--cpu-bind=list:"):
+        return [cores_of(text) for text in option.removeprefix("--cpu-bind=list:").split(":")]
+    masks = [int(mask, 16) for mask in option.removeprefix("--cpu-bind=mask_cpu:").split(",")]
+    return [{core for core in range(mask.bit_length()) if mask >> core & 1} for mask in masks]
+
+
+@pytest.mark.parametrize("folder", ["lumi", "aurora"])
+def test_each_rank_runs_on_the_cores_beside_its_device_and_on_no_others(folder):
+    """Rank i has device i there, so the lists are in the order of the devices."""
+    machine = machines.load(MACHINE_OF[folder])
+    near = [cores_of(text) for text in machine["device"]["near_cores"]]
+    assert cores_of_ranks(folder) == near
+    assert len(set().union(*near)) == sum(map(len, near)) <= machine["cpu"]["cores_per_node"]
+
+
+def test_ranks_of_perlmutter_have_the_device_beside_their_cores():
+    """Slurm hands out cores in order, 16 a rank: rank 0 has cores 0-15."""
+    machine = machines.load("perlmutter")
+    near = [cores_of(text) for text in machine["device"]["near_cores"]]
+    command = started(dry_run(script_of("perlmutter", "preflight")))[0]
+    devices = [int(device) for device in command[command.index("CUDA_VISIBLE_DEVICES") + 1].split(",")]
+    cores = int(options(script_of("perlmutter", "train"))["--cpus-per-task"]) // 2  # two threads a core
+    for rank, device in enumerate(devices):
+        assert near[device] == set(range(rank * cores, (rank + 1) * cores))
+
+
+@pytest.mark.parametrize("folder", ["frontier", "lumi"])
+def test_threads_fill_the_cores_of_a_rank(folder):
+    near = machines.load(MACHINE_OF[folder])["device"]["near_cores"]
+    assert "OMP_NUM_THREADS=7" in [line.replace('"', "") for line in dry_run(script_of(folder, "train"), RUN)]
+    assert {len(cores_of(text)) for text in near} == {7}
+    assert options(script_of(folder, "train"))["--cpus-per-task"] == "7"
+
+
+@pytest.mark.parametrize("folder", [folder for folder in ("slurm", *MACHINE_OF) if folder != "aurora"])
+def test_a_training_job_may_come_again_and_is_told_of_its_end(folder):
+    asked = options(script_of(folder, "train"))
+    assert "--requeue" in asked
+    assert asked["--open-mode"] == "append"
+    assert asked["--signal"].startswith("USR1@")  # to the ranks; B: would be the batch shell alone
+    command = started(dry_run(script_of(folder, "train"), RUN, "--set", "run.requeue=false"))[-1]
+    settings = [word for word in command if word.startswith("run.requeue=")]
+    assert settings == ["run.requeue=true", "run.requeue=false"]  # the caller's is last, and wins
+    assert "--kill-on-bad-exit=0" in command
+
+
+def test_arguments_with_spaces_stay_whole(tmp_path):
+    path = tmp_path / "a run's file.toml"
+    path.write_text("")
+    for command in started(dry_run(script_of("frontier", "train"), str(path), "--set", "run.name=a b")):
+        assert str(path) in command
+        assert "run.name=a b" in command
+
+
+def test_preflight_gets_the_settings_of_train_and_nothing_else():
+    command, _ = started(dry_run(script_of("slurm", "train"), RUN, "--restart", "--set", "mesh.pp=2", "--json"))
+    assert command[command.index("preflight") :] == ["preflight", RUN, "--set", "mesh.pp=2"]
+    assert len(started(dry_run(script_of("slurm", "train"), RUN, PREFLIGHT="0"))) == 1
+
+
+def test_a_job_that_comes_again_goes_on_even_if_it_was_told_to_begin_anew():
+    words = (script_of("slurm", "train"), RUN, "--restart", "--set", "run.steps=9")
+    assert "--restart" in started(dry_run(*words))[-1]
+    again = started(dry_run(*words, SLURM_RESTART_COUNT="1"))[-1]
+    assert "--restart" not in again
+    assert again[-1] == "run.steps=9"
+
+
+def test_a_setting_without_its_value_is_left_to_train():
+    preflight, train = started(dry_run(script_of("slurm", "train"), RUN, "--set"))
+    assert preflight[-1] == RUN
+    assert train[-1] == "--set"
+
+
+def test_what_the_caller_has_set_stays():
+    lines = dry_run(script_of("frontier", "train"), RUN, FI_MR_CACHE_MONITOR="disabled", OMP_NUM_THREADS="3")
+    assert not any(line.startswith(("FI_MR_CACHE_MONITOR", "OMP_NUM_THREADS")) for line in lines)
+
+
+def test_a_container_stands_between_the_device_and_python(tmp_path):
+    environment = tmp_path / "env"
+    for packed in (False, True):
+        if packed:
+            environment.with_suffix(".sqsh").touch()
+        lines = dry_run(
+            script_of("lumi", "train"), RUN, HPCLLM_CONTAINER="/images/torch.sif", HPCLLM_ENV=str(environment)
+        )
+        command = started(lines)[-1]
+        inside = command[command.index("singularity") : command.index("-m")]
+        bound = ["-B", f"{environment}.sqsh:{environment}:image-src=/"] if packed else []
+        assert inside == ["singularity", "exec", *bound, "/images/torch.sif", f"{environment}/bin/python"]
+        assert command.index("singularity") > command.index("ROCR_VISIBLE_DEVICES")
+
+
+@pytest.mark.parametrize("folder", ["slurm", *MACHINE_OF])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "the run file is missing"),
+        (["no such.toml"], "no run file 'no such.toml'"),
+        ([RUN], "this is no job"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_command_that_can(folder, arguments, says):
+    done = run("bash", script_of(folder, "train"), *arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert f"jobscripts/{folder}/train." in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_script_that_cannot_find_its_repository_says_what_to_set(tmp_path):
+    lost = tmp_path / "slurm_script"
+    shutil.copy(script_of("slurm", "train"), lost)
+    done = run("bash", lost, RUN)
+    assert done.returncode == 2
+    assert "export HPCLLM_ROOT=" in done.stderr
+    assert "this is no job" in run("bash", lost, RUN, HPCLLM_ROOT=str(ROOT)).stderr
+
+
+@pytest.mark.parametrize("folder", MACHINE_OF)
+def test_an_install_shows_its_steps(folder):
+    lines = dry_run(FOLDERS / folder / "install.sh")
+    steps = [line for line in lines if not line.startswith("module ")]
+    assert re.match("conda create|python3 -m venv", steps[0])
+    (mpi4py,) = [line for line in steps if "--no-binary mpi4py" in line]
+    assert "MPICC=" in mpi4py  # compiled by the machine's own compiler
+    assert "--editable" in steps[-1]
+    done = run("bash", FOLDERS / folder / "install.sh", "pakc", DRY_RUN="1")
+    assert done.returncode == 2
+    assert "'pakc' is unknown" in done.stderr
+
+
+def test_an_install_goes_on_with_the_step_that_failed(tmp_path):
+    """Each step is noted with its command: done once, again if the command changes, and after a failure from there."""
+    steps = f"""
+        . "{FOLDERS}/common/install.sh"; HPCLLM_VENV="$0/an env" work=$1 last=$2
+        hpcllm_step first bash -c 'echo first >>"$0"' "$work"
+        hpcllm_step second bash -c "$last" "$work"
+    """
+    work = tmp_path / "work done"
+
+    def install(last: str) -> int:
+        return run("bash", "-c", steps, tmp_path, work, last).returncode
+
+    assert install("exit 3") == 1
+    assert install('echo second >>"$0"') == 0
+    assert install('echo second >>"$0"') == 0
+    assert install('echo other >>"$0"') == 0
+    assert work.read_text().split() == ["first", "second", "other"]
+
+
+def test_each_rank_of_a_node_sees_its_own_device():
+    def seen(rank: int, devices: str) -> subprocess.CompletedProcess[str]:
+        wrapper = FOLDERS / "common" / "one_device.sh"
+        command = ["bash", wrapper, "SOME_DEVICES", devices, "bash", "-c", 'echo "$SOME_DEVICES|$0|$1"', "a b", "c"]
+        return run(*command, SLURM_LOCALID=str(rank))
+
+    assert [seen(rank, "3,2,1,0").stdout for rank in range(4)] == [f"{3 - rank}|a b|c\n" for rank in range(4)]
+    done = seen(2, "0,1")
+    assert done.returncode == 2
+    assert "rank 2 of its node, but there are 2 devices" in done.stderr
+
+
+def test_the_readme_names_every_machine():
+    text = (FOLDERS / "README.md").read_text()
+    for folder in ("slurm", *MACHINE_OF):
+        assert f"`{folder}`" in text
+    assert len(text.splitlines()) < 90  # one page
