@@ -27,6 +27,15 @@ def launched_ranks() -> int:
     return max((int(value) for name in LAUNCHED if (value := os.environ.get(name, "")).isdigit()), default=1)
 
 
+def launcher() -> str:
+    """Who started this process as one of several ranks: slurm, openmpi, mpich, or "" where nobody says so."""
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+        return "openmpi"
+    if "SLURM_STEP_NUM_TASKS" in os.environ and "HYDI_CONTROL_FD" not in os.environ:
+        return "slurm"
+    return "mpich" if "PMI_SIZE" in os.environ else ""
+
+
 def run_alone_or_together(command: Callable[[MPI.Intracomm | None], int]) -> int:
     """Exit code of the command, which gets the ranks that were launched, or None if there is one: no MPI is started."""
     if launched_ranks() == 1:

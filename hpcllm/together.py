@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from hpcllm import errors
+from hpcllm.ranks import name_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -61,9 +62,12 @@ def raise_together(comm: MPI.Intracomm | None, error: Exception | None) -> None:
         return
     reports = comm.allgather(_report(error) if error else None)
     failed = [(rank, *report) for rank, report in enumerate(reports) if report]
-    lines = "; ".join(f"rank {rank}: {message}" for rank, _, message in failed[:3])
+    by_message: dict[str, list[int]] = {}
+    for rank, _, said in failed:
+        by_message.setdefault(said, []).append(rank)
+    lines = "; ".join(f"{name_ranks(ranks, 3)}: {said}" for said, ranks in list(by_message.items())[:3])
     kinds = {kind for _, kind, _ in failed}
-    message = f"{len(failed)} of {comm.size} ranks failed: {lines}{'; ...' if len(failed) > 3 else ''}"
+    message = f"{len(failed)} of {comm.size} ranks failed: {lines}{'; ...' if len(by_message) > 3 else ''}"
     raise _rebuild(kinds.pop() if len(kinds) == 1 else "CollectiveError", message) from error
 
 

@@ -87,6 +87,13 @@ def test_any_set_of_failing_ranks_fails_all_and_the_first_three_are_named(comm):
         assert raised.value.everywhere
 
 
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_what_all_ranks_say_is_said_once(comm):
+    ranks = f"ranks 0-{comm.size - 1}" if comm.size > 1 else "rank 0"
+    with pytest.raises(ConfigError, match=rf"{comm.size} of {comm.size} ranks failed: {ranks}: no such key$"):
+        raise_together(comm, ConfigError("no such key"))
+
+
 @pytest.mark.parallel([2, 3, 4])
 def test_different_errors_are_one_collective_error(comm):
     mine = [ConfigError("key"), DataError("file"), None, None][comm.rank]

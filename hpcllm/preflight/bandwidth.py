@@ -1,0 +1,178 @@
+"""Messages between nodes and inside them: each with a few others, all pairs of a round at once.
+
+    node 0   rank 0 <-> rank 4   node 1       ranks of the same place, both ways at the same time, so that each network
+             rank 1 <-> rank 5                card of a node works; a node's bandwidth is the sum over its ranks
+
+rounds.py says who is with whom. The best round of a node counts: with a sound partner it is as fast as it can be.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from hpcllm import device
+from hpcllm.hardware.network import RDMA
+from hpcllm.messages import buffers
+from hpcllm.preflight import mends
+from hpcllm.preflight.facts import Allocation, Node
+from hpcllm.preflight.findings import Finding, Severity
+from hpcllm.preflight.gather import Crew
+from hpcllm.preflight.outliers import SLOW_SHARE, slow_ones
+from hpcllm.preflight.page import Measured
+from hpcllm.preflight.rounds import distances, partner
+from hpcllm.waiting import name_rank
+
+SIZE_BYTES, PING_BYTES = 4 << 20, 8
+PINGS, MOST_TIMES = 100, 64
+BUDGET_S = 0.5  # of one round
+TAG = 32702
+LEAST_OF_CARDS = 0.25  # of the rate of a node's network cards; below it, messages do not go through them
+
+
+@dataclass(frozen=True)
+class Pair:
+    """This rank and one other, of the same communicator."""
+
+    crew: Crew
+    comm: MPI.Intracomm
+    peer: int
+    where: torch.device  # of the messages' memory
+
+    def rate_and_latency(self) -> tuple[float, float]:
+        """GB/s each way, both at once, and seconds of a small message. Collective over both. Raises StallError."""
+        sizes = (PING_BYTES, SIZE_BYTES)
+        small, large = (torch.zeros(2, size, dtype=torch.uint8, device=self.where) for size in sizes)
+        device.synchronize(self.where)  # MPI knows no streams
+        latency_s = self._time(small, PINGS)
+        first_s = max(self._agree(self._time(large, 1)), 1e-6)
+        times = min(max(int(BUDGET_S / first_s), 1), MOST_TIMES)
+        return SIZE_BYTES / self._time(large, times) / 1e9, latency_s
+
+    def _time(self, memory: torch.Tensor, times: int) -> float:
+        """Seconds of one exchange. memory: (2, bytes), to send and to receive."""
+        self._exchange(memory)  # brings both here
+        start_s = time.perf_counter()
+        for _ in range(times):
+            self._exchange(memory)
+        return (time.perf_counter() - start_s) / times
+
+    def _agree(self, value: float) -> float:
+        """The larger of both ranks' values."""
+        values = torch.tensor([[value], [0.0]], dtype=torch.float64)
+        self._exchange(values)
+        return float(values.max())
+
+    def _exchange(self, memory: torch.Tensor) -> None:
+        requests = buffers.irecv(self.comm, memory[1], self.peer, TAG)
+        requests += buffers.isend(self.comm, memory[0], self.peer, TAG)
+        self.crew.waits.all(requests, lambda: f"a message from {name_rank(self.comm, self.peer)}")
+
+
+def measure(crew: Crew, where: torch.device, allocation: Allocation | None) -> list[Measured]:
+    """Between nodes and inside them, on rank 0. Collective over crew.world. Raises StallError.
+
+    where: memory of messages lies: on a device only if MPI reads that.
+    """
+    peers, lanes, nodes = _open_peers(crew)
+    largest = crew.world.allreduce(crew.node.size, MPI.MAX)
+    between = _rounds(crew, peers if crew.node.rank < lanes else None, nodes, where)
+    inside = _rounds(crew, crew.node, largest, where)
+    peers.Free()
+    if not allocation:
+        return []
+    memory = f"{where.type} memory"
+    found = [judge_nodes(between, allocation, memory)] if nodes > 1 else []
+    return found + ([_judge_inside(inside, memory)] if inside.size else [])
+
+
+def _open_peers(crew: Crew) -> tuple[MPI.Intracomm, int, int]:
+    """(ranks of this place on all nodes, in the order of nodes; places that every node has; nodes). Collective."""
+    lanes = crew.world.allreduce(crew.node.size, MPI.MIN)
+    nodes = crew.world.allreduce(int(crew.leads))
+    lowest = crew.node.bcast(crew.world.rank)
+    return MPI.Intracomm(crew.world.Split(crew.node.rank, lowest)), lanes, nodes
+
+
+def _rounds(crew: Crew, comm: MPI.Intracomm | None, most: int, where: torch.device) -> NDArray[np.float64]:
+    """(ranks, rounds, 2) GB/s and seconds on rank 0, NaN where a rank had no partner. Collective over crew.world.
+
+    comm: whose ranks are paired, None: this one waits. most: ranks of the largest comm.
+    """
+    turns = distances(most)
+    mine = np.full((len(turns), 2), math.nan)
+    for turn, distance in enumerate(turns):
+        crew.arrive("to exchange messages")
+        peer = partner(comm.rank, distance, comm.size) if comm else None
+        if comm and peer is not None:
+            mine[turn] = Pair(crew, comm, peer, where).rate_and_latency()
+    crew.arrive("to have exchanged messages")
+    table = np.empty((crew.world.size if crew.world.rank == 0 else 0, *mine.shape))
+    crew.world.Gather(mine, table if crew.world.rank == 0 else None)
+    return table
+
+
+def judge_nodes(table: NDArray[np.float64], allocation: Allocation, memory: str) -> Measured:
+    """table: of _rounds, between nodes. memory: of the messages, in words. Pure."""
+    rows = [table[list(node.ranks)] for node in allocation.nodes]
+    rates = [_best(np.nansum(row[..., 0], axis=0)) for row in rows]
+    latency_s = float(np.nanmedian(table[..., 1]))
+    findings = [
+        _slow(allocation.nodes[which].name, share, rates[which], allocation) for which, share in slow_ones(rates)
+    ]
+    usual = statistics.median(rates)
+    findings += _missing_cards(allocation, usual)
+    text = (
+        f"{usual:.3g} GB/s each way of a node ({min(rates):.3g} to {max(rates):.3g}), {latency_s * 1e6:.3g} us a small "
+        f"message; {len(rates)} nodes, {table.shape[1]} round{'s' if table.shape[1] > 1 else ''}, {memory}"
+    )
+    facts = {"gb_s": [round(rate, 4) for rate in rates], "latency_s": latency_s, "rounds": table.shape[1]}
+    return Measured("between nodes", text, facts, findings)
+
+
+def _slow(name: str, share: float, rate_gb_s: float, allocation: Allocation) -> Finding:
+    what = f"node {name}: {100 * share:.0f} % slow in messages ({rate_gb_s:.3g} GB/s each way)"
+    severity: Severity = "slow" if share >= SLOW_SHARE else "note"
+    return Finding(severity, what, f"node {name}, the best of its rounds", mends.without(allocation, [name]))
+
+
+def _missing_cards(allocation: Allocation, usual: float) -> list[Finding]:
+    """Messages that are far slower than the network cards take another way."""
+    line_gb_s = statistics.median(_card_gb_s(node) for node in allocation.nodes)
+    if usual >= LEAST_OF_CARDS * line_gb_s:
+        return []
+    return [
+        Finding(
+            "slow",
+            f"nodes exchange {usual:.3g} GB/s each way, but their network cards make {line_gb_s:.3g} GB/s",
+            "between all nodes",
+            "an MPI library built for this network; more ranks a node, each near a card of its own",
+        )
+    ]
+
+
+def _card_gb_s(node: Node) -> float:
+    nics = node.facts.hardware.nics
+    return sum(nic.rate_gb_s or 0.0 for nic in nics if nic.kind in RDMA and nic.up)
+
+
+def _judge_inside(table: NDArray[np.float64], memory: str) -> Measured:
+    rates, latencies = table[..., 0][~np.isnan(table[..., 0])], table[..., 1][~np.isnan(table[..., 1])]
+    rate, latency_s = float(np.median(rates)), float(np.median(latencies))
+    small = f"{latency_s * 1e6:.3g} us a small message"
+    text = f"{rate:.3g} GB/s each way between two ranks, {small}, all pairs at once, {memory}"
+    return Measured("inside nodes", text, {"gb_s": rate, "latency_s": latency_s, "rounds": table.shape[1]})
+
+
+def _best(sums: Sequence[float] | NDArray[np.float64]) -> float:
+    """Of a node's rounds; NaN if it had no partner in any."""
+    found = [float(total) for total in sums if total > 0]
+    return max(found, default=math.nan)

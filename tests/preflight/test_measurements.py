@@ -1,0 +1,163 @@
+"""Whom to compare and who stands out; what measurements make of their numbers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from made_up_allocations import frontier, laptop
+
+from hpcllm.preflight import bandwidth, codecs, matrix, storage
+from hpcllm.preflight.gather import open_crew
+from hpcllm.preflight.outliers import slow_ones
+from hpcllm.preflight.rounds import distances, partner
+from hpcllm.waiting import Waits
+
+
+@given(st.integers(1, 300))
+def test_partners_agree_and_everybody_meets_somebody(nodes):
+    met = [set() for _ in range(nodes)]
+    for distance in distances(nodes):
+        for node in range(nodes):
+            other = partner(node, distance, nodes)
+            if other is not None:
+                assert other != node
+                assert partner(other, distance, nodes) == node
+                assert other not in met[node]  # another one each round
+                met[node].add(other)
+    assert nodes == 1 or all(met)
+    assert len(distances(nodes)) == math.ceil(math.log2(nodes))
+
+
+@given(st.lists(st.floats(99, 101), min_size=3, max_size=40), st.data())
+def test_a_slow_one_is_found_among_equals_and_nobody_else(speeds, data):
+    assert slow_ones(speeds) == []
+    which = data.draw(st.integers(0, len(speeds) - 1))
+    speeds[which] = 69.0
+    (found,) = slow_ones(speeds)
+    assert found[0] == which
+    assert found[1] == pytest.approx(0.31, abs=0.015)
+
+
+def test_scatter_that_all_have_is_nobody_s_fault():
+    speeds = np.random.default_rng(0).uniform(50, 150, 200).tolist()
+    assert slow_ones(speeds) == []
+
+
+def test_two_are_compared_with_each_other_and_what_was_not_measured_with_nobody():
+    assert slow_ones([100.0, 69.0]) == [(1, pytest.approx(0.31))]
+    assert slow_ones([100.0, math.nan]) == []
+    assert slow_ones([math.nan, 100.0, 100.0, 50.0, 100.0]) == [(3, pytest.approx(0.5))]
+    assert slow_ones([]) == slow_ones([1.0]) == []
+
+
+def test_a_slow_node_is_named_with_the_option_that_leaves_it_out():
+    speeds = [100.0] * 32
+    speeds[17] = 69.0
+    found = matrix.judge(speeds, "cuda", frontier(4))
+    (finding,) = found.findings
+    assert finding.what == "node frontier0002: 31 % slow in matrix products"
+    assert finding.where == "rank 17 on frontier0002"
+    assert finding.mend == "exclude it: sbatch --exclude=frontier0002"
+    assert finding.severity == "slow"
+    speeds[17] = 85.0
+    assert [finding.severity for finding in matrix.judge(speeds, "cuda", frontier(4)).findings] == ["note"]
+    speeds[3] = math.nan
+    assert matrix.judge(speeds, "cuda", frontier(4)).findings[-1].severity == "breaks"
+
+
+def table(nodes: int, ranks: int, slow: int | None) -> np.ndarray:
+    """Of bandwidth between nodes: 10 GB/s a rank, 4 with a slow node."""
+    found = np.full((nodes * ranks, len(distances(nodes)), 2), math.nan)
+    for node in range(nodes):
+        for turn, distance in enumerate(distances(nodes)):
+            other = partner(node, distance, nodes)
+            if other is not None:
+                found[node * ranks : (node + 1) * ranks, turn] = (4.0 if slow in (node, other) else 10.0, 2e-6)
+    return found
+
+
+@pytest.mark.parametrize("nodes", [4, 5, 8, 13, 64])
+def test_a_slow_node_is_told_from_its_partners(nodes):
+    sound = bandwidth.judge_nodes(table(nodes, 8, None), frontier(nodes), "cpu memory")
+    assert sound.findings == []
+    assert sound.facts["gb_s"] == [80.0] * nodes
+    for slow in (1, nodes - 1):
+        found = bandwidth.judge_nodes(table(nodes, 8, slow), frontier(nodes), "cpu memory")
+        assert [finding.what.split()[1] for finding in found.findings] == [f"frontier0{slow:03}:"], nodes
+
+
+def test_messages_that_do_not_go_through_the_cards():
+    found = bandwidth.judge_nodes(table(4, 8, None) / 10, frontier(4), "cpu memory")
+    (finding,) = found.findings
+    assert finding.what == "nodes exchange 8 GB/s each way, but their network cards make 100 GB/s"
+
+
+def test_files_of_nodes_are_told_together():
+    rows = [(64 << 20, 0.5, 0.25, "")] * 3 + [(8 << 20, 3.0, 0.1, "")]
+    found = storage.judge(rows, Path("here"), frontier(4))
+    assert found.facts["bytes"] == 200 << 20
+    assert found.facts["write_gb_s"] == pytest.approx((200 << 20) / 3.0 / 1e9)
+    assert found.facts["cut"]
+    assert "frontier0003 writes 0.0028 GB/s, 98 % less than most" in found.findings[0].what
+    broken = storage.judge([*rows[:3], (0, 0.0, 0.0, "No space left on device")], Path("here"), frontier(4))
+    assert [finding.severity for finding in broken.findings] == ["breaks"]
+    assert "No space left" in broken.findings[0].what
+
+
+def test_what_is_written_is_read_back_and_measured(tmp_path):
+    size, write_s = storage.write(tmp_path / "a file")
+    assert (tmp_path / "a file").stat().st_size == size > 0
+    assert write_s > 0
+    assert storage.read(tmp_path / "a file") > 0
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_folder_that_takes_no_files_is_a_finding_on_all_nodes(comm, tmp_path):
+    crew = open_crew(comm, Waits(10.0))
+    folder = tmp_path / "not there"
+    found = storage.measure(crew, folder, frontier(2) if comm.rank == 0 else None)
+    crew.free()
+    assert (found is None) == (comm.rank > 0)
+    if found:
+        assert [finding.severity for finding in found.findings] == ["breaks"] * 2
+        assert "No such file or directory" in found.findings[0].what
+
+
+def test_every_codec_passes_on_this_machine():
+    done, faults = codecs.self_test(torch.device("cpu"))  # as many as its time allows: kernels may have to be compiled
+    assert faults == []
+    assert 1 <= done <= 27
+
+
+def test_a_codec_that_is_wrong_is_found_on_its_node(monkeypatch):
+    right = codecs.find_codec("int8", torch.float32)
+
+    class Wrong:
+        name, dtype, lossless, block = right.name, right.dtype, right.lossless, right.block
+        encoded_bytes, encode, bound = right.encoded_bytes, right.encode, right.bound
+
+        @staticmethod
+        def decode(data, out):
+            right.decode(data, out)
+            out[:1] += 1
+
+    monkeypatch.setattr(codecs, "find_codec", lambda *_: Wrong())
+    monkeypatch.setattr(codecs, "_cases", lambda: [("int8", torch.float32)])
+    done, faults = codecs.self_test(torch.device("cpu"))
+    assert done == 1
+    assert len(faults) == 1
+    assert "over the bound" in faults[0]
+    found = codecs.judge([(1, []), (1, faults)], frontier(2))
+    assert [finding.severity for finding in found.findings] == ["breaks"]
+    assert found.findings[0].where == "frontier0001"
+
+
+def test_a_rank_s_speed_is_measured():
+    assert matrix.gflop_s(torch.device("cpu"), budget_s=0.05) > 0.1
+    assert "1 rank at once" in matrix.judge([5.0], "cpu", laptop(1)).text
