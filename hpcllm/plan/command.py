@@ -9,7 +9,8 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,25 +59,33 @@ class Row:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table. Raises UserError."""
-    config = run_file.load(arguments.run, arguments.overrides)
-    if config.run.start_from:
-        from hpcllm.interchange.start import take_model  # torch: only where weights are to be looked at
-
-        config = take_model(config)
-    ranks = arguments.ranks
-    if ranks is None:
-        ranks = max(config.mesh.dp, 1) * config.mesh.pp * config.mesh.tp
-    if not 1 <= ranks <= MOST_RANKS:
-        raise ConfigError(f"{ranks} ranks; valid: 1 to {MOST_RANKS}")
-    config = _complete(check_layout(config, ranks))
-    schedule = schedule_of(config, custom_text(config))
-    check(schedule)
+    config, schedule = planned(arguments.run, arguments.overrides, arguments.ranks)
     rows = list(_rows(config, schedule))
     print(json.dumps(_facts(config, rows)) if arguments.json else "\n".join(_lines(config, rows)))
     return 0
 
 
-def _complete(config: Config) -> Config:
+def planned(path: Path, overrides: Sequence[str], ranks: int | None) -> tuple[Config, Schedule]:
+    """A run file for so many ranks (None: those of its mesh), all filled in, and its schedule, checked.
+
+    Without MPI. Raises UserError.
+    """
+    config = run_file.load(path, overrides)
+    if config.run.start_from:
+        from hpcllm.interchange.start import take_model  # torch: only where weights are to be looked at
+
+        config = take_model(config)
+    if ranks is None:
+        ranks = max(config.mesh.dp, 1) * config.mesh.pp * config.mesh.tp
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ConfigError(f"{ranks} ranks; valid: 1 to {MOST_RANKS}")
+    config = complete(check_layout(config, ranks))
+    schedule = schedule_of(config, custom_text(config))
+    check(schedule)
+    return config, schedule
+
+
+def complete(config: Config) -> Config:
     """With the vocabulary, of the store if the run file does not say it. Raises UserError."""
     vocabulary = config.model.vocabulary
     if not vocabulary:
@@ -96,8 +105,9 @@ def _stored_vocabulary(store: Path) -> int:
         with h5py.File(store, "r", locking=False) as file:
             return int(file.attrs["vocabulary"])
     except Exception as error:  # whatever the library makes of another file
+        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error  # HDF5 says it longer
         raise DataError(
-            f"cannot read the vocabulary of data.store = {str(store)!r}: {error}; give model.vocabulary instead"
+            f"cannot read the vocabulary of data.store = {str(store)!r}: {why}; give model.vocabulary instead"
         ) from error
 
 

@@ -67,7 +67,7 @@ def predict(config: Config, schedule: Schedule, pp_rank: int, tp_rank: int = 0) 
     placement = schedule.placement
     spans = spans_of(config, placement)
     stages = [placement.stage(pp_rank, chunk) for chunk in range(placement.chunks)]
-    sizes = _parameter_sizes(config, [spans[stage] for stage in stages], tp_rank)
+    sizes = parameter_sizes(config, [spans[stage] for stage in stages], tp_rank)
     levels = recompute_of(config, placement)
     chunks = [(_sizes(config, levels[stage], tp_rank), spans[stage]) for stage in stages]
     n, item_bytes, shard = sum(sizes.values()), ITEM_BYTES[config.precision.compute], config.optimizer.shard
@@ -83,7 +83,7 @@ def predict(config: Config, schedule: Schedule, pp_rank: int, tp_rank: int = 0) 
     )
 
 
-def _parameter_sizes(config: Config, spans: Sequence[StageSpan], tp_rank: int) -> dict[str, int]:
+def parameter_sizes(config: Config, spans: Sequence[StageSpan], tp_rank: int) -> dict[str, int]:
     """Elements that a rank has of each of its parameters; a tied embedding that is first and last there is one."""
     shapes = {name: shape for span in spans for name, shape in parameter_shapes(config.model, span).items()}
     return {name: math.prod(shard_of(name, shape, tp_rank, config.mesh.tp)[1]) for name, shape in shapes.items()}
