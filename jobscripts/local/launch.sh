@@ -26,9 +26,13 @@ hpcllm_mpirun() { # does not return
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
     # Both keep sockets under TMPDIR, whose whole path may have about 100 characters.
     if [ "$(printf %s "${TMPDIR:-}" | wc -c)" -gt 50 ]; then export TMPDIR=/tmp; fi
+    "hpcllm_$(hpcllm_family)" "$ranks" "$@"
+}
+
+hpcllm_family() { # of the mpirun on PATH: openmpi or mpich, whose kin (Intel, Cray, MVAPICH) share its ABI and its mpirun
     case $(mpirun --version 2>&1) in
-        *"Open MPI"* | *OpenRTE* | *PRRTE* | *prte*) hpcllm_openmpi "$ranks" "$@" ;;
-        *) hpcllm_mpich "$ranks" "$@" ;;
+        *"Open MPI"* | *OpenRTE* | *PRRTE* | *prte*) echo openmpi ;;
+        *) echo mpich ;;
     esac
 }
 
@@ -45,7 +49,7 @@ hpcllm_openmpi() {
     # Open MPI refuses root unless told twice. In a container one is root.
     if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
     # Shared memory and nothing else: nobody listens outside this machine. Version 4 calls it vader.
-    case $(mpirun --version) in *"Open MPI) "[1-4].*) shared_memory=vader ;; esac
+    case $(mpirun --version) in *"Open MPI) "[1-4].* | *"(OpenRTE) "*) shared_memory=vader ;; esac
     export OMPI_MCA_pml=${OMPI_MCA_pml:-ob1} OMPI_MCA_btl=${OMPI_MCA_btl:-self,$shared_memory}
     # A rank that waits inside MPI gives its core away. By itself Open MPI does so only with more ranks than cores, yet
     # cores are shared with other programs too.

@@ -100,12 +100,28 @@ hpcllm_use() { # put the environment's commands, and a system MPI's library, bef
     fi
 }
 
-hpcllm_system_library() { # mpi4py looks where the loader looks; an MPI in a folder of its own it must be told
-    local prefix library
+hpcllm_system_library() { # several MPIs may be installed: mpi4py shall take the one that mpirun belongs to
+    local prefix library wanted=libmpi.so.12 other=libmpich.so.12
+    if [ "$(hpcllm_family)" = openmpi ]; then wanted=libmpi.so.40 other=libmpi.so.40; fi
     prefix=$(dirname "$(dirname "$(command -v mpirun)")")
-    for library in "$prefix"/lib/libmpi.so.[14]* "$prefix"/lib64/libmpi.so.[14]*; do
-        if [ -e "$library" ] && [ "$prefix" != /usr ]; then export MPI4PY_LIBMPI=${MPI4PY_LIBMPI:-$library}; fi
+    for library in "$prefix"/lib/$wanted "$prefix"/lib64/$wanted "$prefix"/lib/release/$wanted \
+        "$(hpcllm_loaded $wanted)" "$(hpcllm_loaded $other)"; do
+        if [ -e "$library" ]; then break; fi
     done
+    [ -e "$library" ] || return 0 # mpi4py looks for itself
+    if [ -z "${MPI4PY_MPIABI:-}" ]; then export MPI4PY_LIBMPI=${MPI4PY_LIBMPI:-$library}; fi
+    if [ "${library##*/}" = libmpich.so.12 ]; then # Debian's name for what mpi4py's wheel asks for as libmpi.so.12
+        mkdir -p "$HPCLLM_VENV/mpi"
+        ln -sf "$library" "$HPCLLM_VENV/mpi/libmpi.so.12"
+        case :${LD_LIBRARY_PATH:-}: in
+            *":$HPCLLM_VENV/mpi:"*) ;;
+            *) export LD_LIBRARY_PATH=$HPCLLM_VENV/mpi${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} ;;
+        esac
+    fi
+}
+
+hpcllm_loaded() { # NAME: the path of a library that the loader would take
+    PATH=$PATH:/sbin:/usr/sbin ldconfig -p 2>/dev/null | awk -v name="$1" '$1 == name && !found++ { print $NF }'
 }
 
 hpcllm_install() { # FOUNDATION KEY EXTRA...
@@ -129,7 +145,7 @@ hpcllm_install() { # FOUNDATION KEY EXTRA...
         python -m pip install --disable-pip-version-check --only-binary :all: \
         -c "$HPCLLM_ROOT/jobscripts/local/constraints.txt" \
         -e "${HPCLLM_ROOT}[$(printf '%s' "$extras" | tr '\n' ,)]"
-    hpcllm_logged "letting 2 ranks of $HPCLLM_MPI meet" hpcllm_meet
+    if [ "$HPCLLM_MPI" != system ]; then hpcllm_logged "letting 2 ranks of $HPCLLM_MPI meet" hpcllm_meet; fi
     hpcllm_keys python | head -n 1 >"$HPCLLM_VENV/made-for"
     printf '%s\n' "$key" "$extras" >"$HPCLLM_VENV/ready"
     rm "$HPCLLM_VENV/unfinished"
@@ -141,6 +157,15 @@ hpcllm_meet() { # an mpirun of one MPI and a library of another give ranks that 
 n = MPI.COMM_WORLD.size
 assert n == 2, f"2 ranks were started, but each sees {n}: mpirun and the library that mpi4py found are not one MPI"
 print(MPI.Get_library_version())')
+}
+
+hpcllm_met() { # a system's MPI may be another one tomorrow; each that was tried is noted
+    local both
+    both="$(command -v mpirun) ${MPI4PY_LIBMPI:-${MPI4PY_MPIABI:-}}"
+    if ! grep -qsxF "$both" "$HPCLLM_VENV/met"; then
+        hpcllm_logged "letting 2 ranks of $both meet" hpcllm_meet
+        printf '%s\n' "$both" >>"$HPCLLM_VENV/met"
+    fi
 }
 
 hpcllm_ready() { # FOUNDATION KEY EXTRA...
@@ -172,6 +197,7 @@ hpcllm_setup() { # [EXTRA...]: afterwards python, mpirun and the tools are those
         exec 9>&- # unlocks
     fi
     hpcllm_use
+    if [ "$HPCLLM_MPI" = system ]; then hpcllm_met; fi
 }
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
