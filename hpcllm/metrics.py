@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from hpcllm.config import Config
+from hpcllm.energy.account import taken_before
 from hpcllm.errors import HpcllmError
 from hpcllm.model.shapes import flops_per_token
 
@@ -35,6 +36,7 @@ class Log:
     file: Any
     events: Any  # a SummaryWriter or None
     bar: Any
+    before: Record = field(default_factory=dict)  # what the run had taken at the end of its last start
 
     def step(self, record: Record) -> None:
         """Write one logged step everywhere. Raises HpcllmError where a file cannot be written."""
@@ -145,12 +147,13 @@ def _traffic_record(traffic: dict[str, float], ranks: int) -> Record:
 def open_log(folder: Path, first_step: int, steps: int, tensorboard: bool) -> Log:
     """The log of a run in `folder` that goes on from `first_step`. Raises OSError."""
     path = folder / "log.jsonl"
+    before = taken_before(path)  # with what was spent on steps that are cut off now
     kept = [line for line in _lines(path) if _step_of(line) <= first_step]
     aside = path.with_suffix(".jsonl.tmp")
     aside.write_text("".join(kept), encoding="utf-8")
     aside.replace(path)
     bar = tqdm(total=steps, initial=first_step, unit="step", disable=None, dynamic_ncols=True)
-    log = Log(path.open("a", encoding="utf-8"), None, bar)
+    log = Log(path.open("a", encoding="utf-8"), None, bar, before)
     if tensorboard:
         log.events = _summary_writer(folder, first_step, log)
     return log
@@ -164,8 +167,13 @@ def step_line(record: Mapping[str, Any], steps: int) -> str:
         f"step {record['step']:>6}/{steps}  loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  "
         f"grad {grad}  {record['tokens_per_s']:,.0f} tokens/s  "
         f"{record['tflops_per_device']:.3f} TFLOP/s a rank{mfu}  waiting {100 * record['communication_share']:.0f} %  "
-        f"{record['memory_gb']:.2f} GB  ETA {clock(record['eta_s'])}"
+        f"{_memory_text(record)}  ETA {clock(record['eta_s'])}"
     )
+
+
+def _memory_text(record: Mapping[str, Any]) -> str:
+    host_gb = record.get("host_memory_gb")
+    return f"{record['memory_gb']:.2f} GB" + (f" on the device, {host_gb:.2f} GB in the host" if host_gb else "")
 
 
 def clock(seconds: float) -> str:
@@ -175,7 +183,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def peak_memory_gb() -> float:
+def resident_gb() -> float:
     """The most memory this process has had resident, in 1e9 bytes."""
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / 1e9

@@ -6,11 +6,12 @@ import math
 import os
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpcllm.config import Config
+from hpcllm.energy import account
 from hpcllm.validate import Validation
 
 
@@ -27,15 +28,15 @@ class Summary:
     checkpoint: Path | None
     stopped_by: str  # what ended this start early, or nothing
     not_requeued: str  # what keeps a run that stopped from going into the queue again, or nothing
+    taken: dict[str, Any] = field(default_factory=dict)  # hours, energy, cost of all starts, see energy/account.py
 
     def rows(self) -> list[tuple[str, str]]:
         """(what, value) pairs, for people."""
         config, rows = self.config, []
         mesh = config.mesh
         rows.append(("run", str(Path(config.run.folder) / config.run.name)))
-        rows.append(
-            ("layout", f"{self.ranks} ranks: dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, bubble {100 * self.bubble:.0f} %")
-        )
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        rows.append(("layout", f"{ranks}: dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, bubble {100 * self.bubble:.0f} %"))
         stopped = f", stopped by {self.stopped_by}" if self.stopped_by else ""
         more = ", the checkpoint is further than run.steps" if self.step > config.run.steps else ""
         rows.append(("steps", f"{self.step} of {config.run.steps}{more}{stopped}"))
@@ -44,6 +45,7 @@ class Summary:
         rows += self._held_out()
         if self.tokens_per_s:
             rows.append(("speed", f"{self.tokens_per_s:,.0f} tokens/s"))
+        rows += account.rows(self.taken)
         if self.checkpoint:
             path = shlex.quote(str(self.checkpoint))
             rows.append(("checkpoint", str(self.checkpoint)))
@@ -66,6 +68,7 @@ class Summary:
             "tokens_per_s": self.tokens_per_s,
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
             "stopped_by": self.stopped_by or None,
+            **self.taken,
         }
 
     def text(self) -> str:

@@ -1,0 +1,199 @@
+"""The page of a run: all sections, sound HTML, nothing from elsewhere, whatever the folder holds."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import made_up_runs as made_up
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pages import SECTIONS, Page, page_of
+
+from hpcllm.cli import main
+from hpcllm.errors import DataError
+from hpcllm.report.comparison import best_of
+from hpcllm.report.facts import facts, time_split
+from hpcllm.report.log import MOST_STEPS, read_log
+from hpcllm.report.runs import read_runs
+from hpcllm.report.thin import thin
+
+HOSTILE = 'a <script>alert(1)<b> & "x" $y_1$ \''
+
+
+def test_a_page_has_every_section_and_its_references_lead_somewhere(tmp_path):
+    folder = made_up.write(tmp_path / "a run", starts=(0, 400))
+    html = page_of(folder)
+    page = Page(html)
+    assert tuple(page.headings) == SECTIONS
+    assert page.pictures == 8
+    assert set(re.findall(r'(?:href="|url\()#([^")]+)', html)) <= set(page.ids)
+    for told in ("finished: 1,000 of 1,000 steps", "Slurm job 4711", "stage 3 (ranks 12-15)", "GPU-hours", "start 2"):
+        assert told in page.text
+
+
+def test_what_a_user_named_is_shown_and_does_nothing(tmp_path):
+    first = made_up.write(tmp_path / HOSTILE, run={"name": "r", "machine": "<b>"})
+    second = made_up.write(tmp_path / f"_{HOSTILE}", seed=1.0)
+    assert HOSTILE in Page(page_of(first)).text
+    assert HOSTILE in Page(page_of(first, second)).text
+
+
+def test_several_runs_are_compared_by_name_best_and_what_differs(tmp_path):
+    first = made_up.write(tmp_path / "slow", slow=1.5)
+    second = made_up.write(tmp_path / "fast", slow=0.8, optimizer={"learning_rate": 1e-2})
+    html = page_of(first, second)
+    assert Page(html).headings == [
+        "Summary",
+        "What differs in the run files",
+        "Loss",
+        "Throughput",
+        "Gradient norm",
+        "Communication",
+        "Where the time goes",
+        "Energy",
+    ]
+    differing = html[html.index("What differs in the run files</h2>") : html.index("Loss</h2>")]
+    assert re.findall(r"<td>(\w+\.\w+)</td>", differing) == ["optimizer.learning_rate"]
+    row = next(row for row in html.split("<tr>") if ">tokens/s, median<" in row)
+    assert [("best" in cell) for cell in re.findall(r"<td class=\"([^\"]*)\"", row)] == [False, True]
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(), st.just("text")), max_size=6))
+def test_the_best_is_the_least_or_the_most_and_none_where_all_are_equal(values):
+    known = [value for value in values if isinstance(value, float) and math.isfinite(value)]
+    for better, most in (("lower", min), ("higher", max)):
+        found = best_of(values, better)
+        assert (found is None) == (len(set(known)) < 2)
+        assert found is None or values[found] == most(known)
+    assert best_of(values, "") is None
+
+
+def test_two_runs_of_one_name_are_told_apart(tmp_path):
+    folders = [made_up.write(tmp_path / place / "r") for place in ("a", "b")]
+    names = [run.name for run in read_runs([*folders, folders[0]])]
+    assert len(set(names)) == 3
+
+
+@pytest.mark.parametrize(
+    "torn", ["", '{"step": 110, "loss": 2.', "not json\n", "[]\n", '{"loss": 1}\n', '{"step": "x"}\n']
+)
+def test_a_run_that_still_runs_is_reported_with_what_it_has(tmp_path, torn):
+    folder = made_up.write(tmp_path / "r", steps=100, end=False)
+    made_up.write_lines(folder, made_up.read_lines(folder), torn)
+    run = read_runs([folder])[0]
+    found = facts(run)
+    assert (found["step"], len(run.history.loss[0]), len(run.history.steps)) == (100, 10, 10)
+    assert run.history.broken == bool(torn)
+    assert found["state"].startswith("100 of 1,000 steps; the log was last written")
+
+
+@pytest.mark.parametrize("lines", [[], [made_up.start(0), made_up.memory(1)]])
+def test_a_run_without_a_step_says_so(tmp_path, lines):
+    folder = made_up.write(tmp_path / "r", steps=10)
+    made_up.write_lines(folder, lines)
+    assert "No step has been logged yet." in page_of(folder)
+    page_of(folder, folder)
+
+
+def test_a_log_of_an_older_version_is_shown_as_far_as_it_goes(tmp_path):
+    folder = made_up.write(tmp_path / "r", steps=100)
+    new = ("time_", "node_", "gpu_", "energy", "tokens_per_kwh", "cost", "memory_stages", "mfu")
+    lines = [line for line in made_up.read_lines(folder) if "start" not in line and "end" not in line]
+    old = [{key: value for key, value in line.items() if not key.startswith(new)} for line in lines]
+    made_up.write_lines(folder, old)
+    (folder / "run.toml").write_text('[run]\nname = "r"\n[no_table_of_ours]\nx = 1\n')
+    headings = Page(page_of(folder)).headings
+    assert "Loss" in headings
+    assert "Energy and cost" not in headings
+    page_of(folder, made_up.write(tmp_path / "new", steps=100))
+
+
+def test_steps_that_overflowed_or_were_lost_are_gaps_and_counted(tmp_path):
+    folder = made_up.write(tmp_path / "r", steps=200)
+    lines = made_up.read_lines(folder)
+    for line in lines:
+        if line["step"] in (50, 60) and "loss" in line:
+            line |= {"loss": math.nan if line["step"] == 50 else math.inf, "grad_norm": None}
+    made_up.write_lines(folder, lines)
+    html = page_of(folder)
+    assert "2 logged step(s) had gradients that overflowed" in html
+    assert "2 logged step(s) had a loss that is no number" in html
+
+
+def test_a_long_log_is_thinned_and_keeps_what_is_rare(tmp_path):
+    lines = 3 * MOST_STEPS
+    folder = made_up.write_many(tmp_path / "r", lines)
+    history = read_log(folder / "log.jsonl")
+    assert len(history.steps) <= MOST_STEPS + 1
+    assert history.logged == len(history.loss[0]) == lines + 10
+    assert history.last["step"] == 100 + lines
+    assert len(history.checkpoints) + len(history.starts) + len(history.ends) + len(history.validations) == 3
+    start = time.perf_counter()
+    page_of(folder)
+    assert time.perf_counter() - start < 20
+
+
+@given(st.lists(st.floats(), min_size=1, max_size=200), st.integers(1, 50))
+def test_thinning_keeps_mean_least_and_most(values, most):
+    found = thin(range(len(values)), values, most)
+    assert len(found.x) == min(len(values), most)
+    finite = [value for value in values if math.isfinite(value)]
+    if finite:
+        assert min(filter(math.isfinite, found.low.tolist())) == min(finite)
+        assert max(filter(math.isfinite, found.high.tolist())) == max(finite)
+
+
+def test_the_time_of_a_step_adds_up_in_the_numbers_too(tmp_path):
+    folder = made_up.write(tmp_path / "r", steps=300)
+    history = read_log(folder / "log.jsonl")
+    parts = time_split(history)
+    inside = sum(time_s for part, time_s in parts.items() if part not in ("between", "checkpoint", "validation"))
+    steps = history.column("step_s")[1][1:]
+    assert inside == pytest.approx(sum(steps) / len(steps))
+
+
+def test_a_folder_that_is_no_run_is_refused_with_what_would_be_one(tmp_path, capsys):
+    made_up.write(tmp_path / "good", steps=10)
+    (tmp_path / "empty").mkdir()
+    for wrong in ("empty", "nowhere", "good/run.toml"):
+        assert main(["report", str(tmp_path / wrong)]) == 2
+        assert "valid:" in capsys.readouterr().err
+    with pytest.raises(DataError, match="good"):
+        read_runs([tmp_path / "nowhere"])
+
+
+def test_the_command_writes_where_it_says_and_json_says_the_same_numbers(tmp_path, monkeypatch, capsys):
+    folder = made_up.write(tmp_path / "a run")
+    assert main(["report", str(folder)]) == 0
+    assert (folder / "report" / "index.html").exists()
+    assert str(folder / "report" / "index.html") in capsys.readouterr().out
+    assert main(["report", str(folder), "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert (numbers["step"], numbers["energy_scope"]) == (1000, "whole nodes (pm_counters)")
+    assert numbers["traffic"]["gradients"]["ratio"] == pytest.approx(3.97)
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "a run", str(folder), "--log-x"]) == 0
+    assert Path("report.html").exists()
+    assert [path.name for path in tmp_path.iterdir() if "tmp" in path.name] == []
+    assert main(["report", str(folder), "--output", str(tmp_path / "no folder" / "r.html")]) == 2
+
+
+def test_a_report_needs_neither_mpi_nor_torch_and_says_what_pictures_need(tmp_path):
+    folder = made_up.write(tmp_path / "r", steps=20)
+    code = (
+        "import sys; from hpcllm.cli import main; code = main(sys.argv[1:]);"
+        "print(sorted({'torch', 'mpi4py', 'numba'} & set(sys.modules)), code)"
+    )
+    run = [sys.executable, "-c", code, "report", str(folder)]
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.endswith("[] 0\n")
+    without = "import sys; sys.modules['matplotlib'] = None; " + code
+    told = subprocess.run([*run[:2], without, *run[3:]], capture_output=True, text=True, check=True)
+    assert told.stdout == "[] 2\n"
+    assert "pip install 'hpcllm[plot]'" in told.stderr
