@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 from hpcllm.axes import describe_rank
 from hpcllm.checkpoint.mpio import check_writer
@@ -30,7 +29,6 @@ from hpcllm.data.store import TokenStore
 from hpcllm.errors import ConfigError, DataError
 from hpcllm.interchange.start import take_model
 from hpcllm.layout import check_layout, check_vocabulary, custom_text, recompute_of, schedule_of, spans_of
-from hpcllm.machines import peak_tflops
 from hpcllm.mesh import Mesh, open_mesh
 from hpcllm.metrics import Traffic
 from hpcllm.model.initialisation import allocate_chunks, initial_values
@@ -46,7 +44,9 @@ from hpcllm.pipeline.link import BACKWARD, FORWARD, Codecs, Link
 from hpcllm.pipeline.placement import Placement
 from hpcllm.pipeline.schedules import Schedule
 from hpcllm.pipeline.timing import simulate
+from hpcllm.placing import Placed, place_rank
 from hpcllm.precision import LossScale, compute_dtype, make_loss_scale
+from hpcllm.samples import Samples
 from hpcllm.together import on_root
 from hpcllm.waiting import Waits
 from hpcllm.watch import Watch, watching
@@ -60,8 +60,8 @@ class Parts:
     mesh: Mesh
     tp: TensorParallel
     store: TokenStore
-    tokens: NDArray[np.integer]  # of the training split, mapped once: a store rewritten meanwhile changes nothing
-    sampler: Sampler
+    placed: Placed
+    samples: Samples
     schedule: Schedule  # checked
     bubble: float  # share of a step that it lets a rank idle, if a backward pass takes twice a forward pass
     parameters: dict[str, torch.nn.Parameter]  # of this rank, in the order of the model
@@ -72,13 +72,16 @@ class Parts:
     engine: Engine
     control: Waits
     watch: Watch
-    peak_tflops: float | None  # of one rank; None: not known
 
     @property
     def owned(self) -> frozenset[str]:
         """Names of the parameters that this rank answers for: a shared embedding belongs to the first stage."""
         is_copy = self.mesh.pp.rank > 0
         return frozenset(name for name in self.parameters if not (is_copy and name == self.shared))
+
+    @property
+    def device(self) -> torch.device:
+        return self.placed.device
 
     @property
     def gradients(self) -> Gradients:
@@ -132,16 +135,18 @@ def assemble(config: Config, comm: MPI.Intracomm) -> Iterator[Parts]:
     check_vocabulary(config)
     spans = spans_of(config, schedule.placement)  # knows the vocabulary by now, which the head's cost depends on
     recompute = recompute_of(config, schedule.placement)
-    peak, tuning = on_root(comm, lambda: (peak_tflops(config.run.machine, torch.get_num_threads()), _tuning(config)))
+    tuning = on_root(comm, lambda: _tuning(config))
     place = partial(describe_rank, ranks=comm.size, config=config.mesh)
     with open_mesh(comm, config.mesh) as mesh, watching(mesh.world, place) as watch:
+        placed = place_rank(config, mesh)
         mine = [schedule.placement.stage(mesh.pp.rank, chunk) for chunk in range(schedule.placement.chunks)]
         tp = _tensor_parallel(config, mesh, tuning, watch)
-        decoders = allocate_chunks(config.model, [spans[stage] for stage in mine], tp, compute_dtype(config))
+        mine_spans, bare = [spans[stage] for stage in mine], config.optimizer.shard != "none"
+        decoders = allocate_chunks(config.model, mine_spans, tp, compute_dtype(config), placed.device, bare)
         for stage, decoder in zip(mine, decoders, strict=True):
             decoder.recompute = recompute[stage]
             decoder.loss_tokens = config.pipeline.loss_tokens
-        parts = _build(config, mesh, tp, schedule, bubble, decoders, store, peak, tuning, watch)
+        parts = _build(config, mesh, tp, schedule, bubble, decoders, store, placed, tuning, watch)
         yield parts
         parts.optimization.close()
 
@@ -169,13 +174,12 @@ def _build(
     bubble: float,
     decoders: list[Decoder],
     store: TokenStore,
-    peak_tflops: float | None,
+    placed: Placed,
     tuning: Tuning | None,
     watch: Watch,
 ) -> Parts:
-    data, limit_s = config.data, config.limits.stall_s
+    limit_s = config.limits.stall_s
     parameters = {name: p for decoder in decoders for name, p in decoder.named_parameters()}
-    tokens = store.tokens("train")
     is_cut = schedule.placement.home(schedule.placement.stages - 1)[0] != 0  # embedding and head are on two ranks
     shared = "embedding.weight" if config.model.tied and is_cut and mesh.ends.size > 1 else None
     counts = additions(decoders, schedule.actions[mesh.pp.rank])
@@ -183,14 +187,14 @@ def _build(
     optimization = assemble_optimizer(config, mesh, parameters, fill, counts, shared, tp, tuning, watch)
     for decoder in decoders:
         decoder.presence = optimization.optimizer.presence
-    link = _link(config, mesh, tp, schedule.placement, tuning, watch)
+    link = _link(config, mesh, tp, schedule.placement, placed.device, tuning, watch)
     return Parts(
         config=config,
         mesh=mesh,
         tp=tp,
         store=store,
-        tokens=tokens,
-        sampler=Sampler(sample_count(len(tokens), data.sequence_length), config.run.seed),
+        placed=placed,
+        samples=_samples(config, mesh, store, placed.device),
         schedule=schedule,
         bubble=bubble,
         parameters=parameters,
@@ -201,7 +205,21 @@ def _build(
         engine=Engine([Chunk(decoder) for decoder in decoders], link, optimization.gradients.added),
         control=Waits(limit_s, watch=watch),
         watch=watch,
-        peak_tflops=peak_tflops,
+    )
+
+
+def _samples(config: Config, mesh: Mesh, store: TokenStore, device: torch.device) -> Samples:
+    data, tokens = config.data, store.tokens("train")
+    share = data.global_batch // mesh.dp.size
+    return Samples(
+        tokens=tokens,
+        sampler=Sampler(sample_count(len(tokens), data.sequence_length), config.run.seed),
+        sequence=data.sequence_length,
+        share=share,
+        first=mesh.dp.rank * share,
+        global_batch=data.global_batch,
+        microbatches=config.pipeline.microbatches,
+        device=device,
     )
 
 
@@ -229,15 +247,22 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _link(
-    config: Config, mesh: Mesh, tp: TensorParallel, placement: Placement, tuning: Tuning | None, watch: Watch
+    config: Config,
+    mesh: Mesh,
+    tp: TensorParallel,
+    placement: Placement,
+    device: torch.device,
+    tuning: Tuning | None,
+    watch: Watch,
 ) -> Link:
     size, sequence, hidden = _hidden_shape(config, mesh)
     shape = (size, sequence // tp.parts, hidden)
     dtype = compute_dtype(config)
     codecs: Codecs = {}
+    measured = tuning if device.type == "cpu" else None  # of the CPU's codecs
     neighbours = {(mesh.pp.rank + step) % mesh.pp.size for step in (-1, 1)} - {mesh.pp.rank}
     for way, kind in ((FORWARD, "forward"), (BACKWARD, "backward")):
         for peer in neighbours:
             name = traffic_codecs(config.communication)[kind]
-            codecs[way, peer] = link_codec(name, math.prod(shape), mesh.shares_node(peer), tuning, _name(dtype))
-    return Link(mesh, placement, shape, Waits(config.limits.stall_s, watch=watch), codecs, dtype)
+            codecs[way, peer] = link_codec(name, math.prod(shape), mesh.shares_node(peer), measured, _name(dtype))
+    return Link(mesh, placement, shape, Waits(config.limits.stall_s, watch=watch), codecs, dtype, device)

@@ -69,12 +69,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hpcllm {hpcllm.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_prepare(commands.add_parser("prepare", help="turn text into a token store"))
+    _add_preflight(commands.add_parser("preflight", help="is this allocation fit to run? in a minute, on one page"))
     _add_train(commands.add_parser("train", help="train a model, or go on where the run stopped"))
     _add_memory(commands.add_parser("memory", help="what each rank of a run will hold, before the job is queued"))
+    _add_layout(commands.add_parser("layout", help="which rank goes where, what crosses nodes, and a better order"))
     _add_generate(commands.add_parser("generate", help="continue a prompt with a trained model"))
     checkpoint.add_parsers(
         commands.add_parser("checkpoint", help="inspect, verify, diff, convert, compress or decompress checkpoints")
     )
+    _add_report(commands.add_parser("report", help="one page of pictures and numbers of a run, or of several"))
     _add_schedule(
         commands.add_parser("schedule", help="prove, time and draw a pipeline schedule before the job is queued")
     )
@@ -124,6 +127,10 @@ def prepare(arguments: argparse.Namespace) -> int:
 
 def _add_run_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN.toml", help="the run file")
+    _add_overrides(parser)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
         action="append",
@@ -132,6 +139,30 @@ def _add_run_file(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         help="override a key of the run file, as in --set mesh.dp=4; may be repeated",
     )
+
+
+def _add_preflight(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Check the allocation that it is started in, as in srun python -m hpcllm preflight run.toml: MPI, cores, "
+        "devices, network, memory, files, versions; then measure matrix products, messages, files and codecs. Exit "
+        "code 1 if a run would break or take far longer than it should."
+    )
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN.toml", help="a run file to check as well")
+    _add_overrides(parser)
+    parser.add_argument("--quick", action="store_true", help="no measurements: a second instead of half a minute")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+    parser.set_defaults(command=preflight)
+
+
+def preflight(arguments: argparse.Namespace) -> int:
+    from hpcllm.job import run_job
+
+    def job(world) -> int:  # type: ignore[no-untyped-def]
+        from hpcllm.preflight.command import run
+
+        return run(arguments, world)
+
+    return run_job(job)
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
@@ -150,10 +181,13 @@ def train(arguments: argparse.Namespace) -> int:
         from hpcllm.together import on_root
 
         tables = on_root(world, lambda: config.to_tables(config.load(arguments.run, arguments.overrides)))
+        checked = config.from_tables(tables)
+        from hpcllm.preflight.start import start
         from hpcllm.train import train as run  # after the run file is known to be right: it takes seconds
 
+        start(world, checked.run.device, checked.limits.stall_s)
         with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
-            summary = run(config.from_tables(tables), world, signals, arguments.restart)
+            summary = run(checked, world, signals, arguments.restart)
         if world.rank == 0:
             print(json.dumps(summary.as_dict()) if arguments.json else f"\n{summary.text()}", flush=True)
         signals.keep_out()  # all is done; and a job that is requeued is ended at once
@@ -192,6 +226,32 @@ def memory(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _add_layout(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show which rank of a run holds what on which node, count the bytes of a step that cross nodes, and look for "
+        "an order of the ranks with fewer. Nothing is run, so it answers at once on a login node."
+    )
+    _add_run_file(parser)
+    parser.add_argument("--ranks", type=int, metavar="N", help="of the job (default: dp x pp x tp of the run file)")
+    parser.add_argument("--ranks-per-node", type=int, metavar="K", help="default: the devices of run.machine's nodes")
+    parser.add_argument("--ranks-per-package", type=int, metavar="P", help="default: of run.machine, or 1")
+    parser.add_argument(
+        "--reorder",
+        nargs="?",
+        const="MPICH_RANK_ORDER",
+        metavar="FILE",
+        help="write the better order as Cray MPICH reads it (default: MPICH_RANK_ORDER)",
+    )
+    parser.add_argument("--json", action="store_true", help="print as JSON, sizes in bytes")
+    parser.set_defaults(command=layout)
+
+
+def layout(arguments: argparse.Namespace) -> int:
+    from hpcllm.reorder.command import run
+
+    return run(arguments)
+
+
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Continue a prompt with a trained model; the text appears as it is made. In one process, or under mpirun or "
@@ -213,12 +273,39 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="what to compute in (default: fp32)"
     )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one (default)"
+    )
     parser.add_argument("--json", action="store_true", help="print text and speed as JSON, at the end")
     parser.set_defaults(command=generate)
 
 
 def generate(arguments: argparse.Namespace) -> int:
     from hpcllm.generate_command import run
+
+    return run(arguments)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Write one HTML page on a run: loss, speed, traffic, where the time went, memory, energy and cost, pipeline, "
+        "checkpoints, machine, run file. Several runs are laid side by side. It may be running still."
+    )
+    parser.add_argument("runs", nargs="+", type=checkpoint.file_or_folder, metavar="RUN", help="a run folder")
+    parser.add_argument(
+        "--output",
+        type=checkpoint.file_or_folder,
+        metavar="FILE",
+        help="the page (default: RUN/report/index.html; of several runs: report.html)",
+    )
+    parser.add_argument("--log-x", action="store_true", help="steps on a logarithmic axis")
+    parser.add_argument("--open", action="store_true", help="show it in a browser")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON; a page only with --output")
+    parser.set_defaults(command=report)
+
+
+def report(arguments: argparse.Namespace) -> int:
+    from hpcllm.report.command import run
 
     return run(arguments)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from hpcllm.mesh import Mesh
 
-KEYS = ("prompt", "tokens", "temperature", "top_k", "seed", "precision")
+KEYS = ("prompt", "tokens", "temperature", "top_k", "seed", "precision", "device")
 
 
 def run(arguments: argparse.Namespace) -> int:

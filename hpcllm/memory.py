@@ -6,7 +6,7 @@
 A storage counts once however many tensors view it, and for as long as anything holds it, a graph's saved tensors
 included. What was there before, or comes in from elsewhere (numpy), counts nothing; but storages that are resized
 meanwhile count as large as they are. Not seen: what one operation of PyTorch takes and gives back before it returns,
-and what other threads do.
+and what other threads do. A device's own allocator sees all of that, and counts for nothing: there it is asked.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from mpi4py import MPI
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpcllm.assemble import Parts
-from hpcllm.metrics import Log
+from hpcllm.device import memory_module
+from hpcllm.metrics import Log, resident_gb
 from hpcllm.optim.pieces import MODEL
 from hpcllm.plan.memory import predict
 from hpcllm.printable import size_text
@@ -84,14 +86,49 @@ class LiveBytes(TorchDispatchMode):
         self._now += size
 
 
+class DeviceBytes:
+    """`with DeviceBytes(module) as live:` what a device's memory holds at most, beyond what it held before."""
+
+    def __init__(self, module: Any) -> None:
+        """module: see device.memory_module."""
+        self.module, self._before = module, 0
+
+    def __enter__(self) -> DeviceBytes:
+        self._before = self.module.memory_allocated()
+        self.module.reset_peak_memory_stats()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @property
+    def peak(self) -> int:
+        return int(self.module.max_memory_allocated()) - self._before
+
+
+Live: TypeAlias = LiveBytes | DeviceBytes
+
+
 @contextmanager
-def counting(parts: Parts, wanted: bool) -> Iterator[LiveBytes | None]:
-    """A LiveBytes that counts a rank's step, or nothing."""
-    if wanted:
+def counting(parts: Parts, wanted: bool) -> Iterator[Live | None]:
+    """What counts the bytes of a rank's step, or nothing."""
+    if wanted and (module := memory_module(parts.device)):
+        with DeviceBytes(module) as live:
+            yield live
+    elif wanted:
         with LiveBytes(list(parts.parameters.values()) if parts.config.optimizer.shard == "all" else ()) as live:
             yield live
     else:
         yield None
+
+
+def peak_memory_gb(device: torch.device) -> tuple[float, float]:
+    """The most memory that this process has had, in 1e9 bytes: tensors on the device, and resident in the host's.
+
+    Of the CPU, or of a device that does not count, the first is the second.
+    """
+    host_gb, module = resident_gb(), memory_module(device)
+    return (module.max_memory_allocated() / 1e9 if module else host_gb), host_gb
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
@@ -101,7 +138,7 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def measured(parts: Parts, step_bytes: int) -> dict[str, int]:
-    """Bytes of this rank between two steps, by kind; step_bytes: the peak of a LiveBytes over a step."""
+    """Bytes of this rank between two steps, by kind; step_bytes: their peak over a step, see counting."""
     pieces = parts.optimizer.pieces_to_read()
     weights = [*parts.parameters.values(), *(piece.values for piece in pieces if piece.kind == MODEL)]
     return {
@@ -121,12 +158,16 @@ def predicted(parts: Parts) -> dict[str, int]:
 def log_memory(parts: Parts, log: Log | None, step: int, step_bytes: int) -> None:
     """Say what was measured beside what was predicted, each kind's largest of all ranks. Collective over the mesh."""
     found, told = measured(parts, step_bytes), predicted(parts)
-    values = np.array([*found.values(), *told.values()])
-    parts.control.allreduce(parts.mesh.world, values, lambda: "all ranks to say how much memory they take", MPI.MAX)
+    pipeline = parts.mesh.pp
+    stages = np.zeros((pipeline.size, len(found) + len(told)), dtype=np.int64)
+    stages[pipeline.rank] = [*found.values(), *told.values()]
+    parts.control.allreduce(parts.mesh.world, stages, lambda: "all ranks to say how much memory they take", MPI.MAX)
     if log:
-        found, told = (dict(zip(found, half.tolist(), strict=True)) for half in np.split(values, 2))
-        record = {f"{kind}_memory_bytes": size for kind, size in found.items()}
-        record |= {f"{kind}_memory_predicted_bytes": size for kind, size in told.items()}
+        keys = [*(f"{kind}_memory_bytes" for kind in found), *(f"{kind}_memory_predicted_bytes" for kind in told)]
+        most = stages.max(axis=0).tolist()
+        record: dict[str, Any] = dict(zip(keys, most, strict=True))
+        record["memory_stages"] = [dict(zip(keys, row, strict=True)) for row in stages.tolist()]
+        found, told = (dict(zip(found, half, strict=True)) for half in (most[: len(found)], most[len(found) :]))
         names = {STEP: "activations and buffers"}
         text = ", ".join(f"{names.get(k, k)} {size_text(found[k])} ({size_text(told[k])})" for k in found)
         log.memory({"step": step, **record}, f"memory of tensors, the most of any rank (predicted): {text}")

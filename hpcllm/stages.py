@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcllm import buffers
+from hpcllm.codecs.raw import Raw
 from hpcllm.collectives import allgather, broadcast, group_of
+from hpcllm.collectives.wire import Wire
 from hpcllm.mesh import Mesh
 from hpcllm.model.sampling import Drawing, Reader
 from hpcllm.waiting import Waits
@@ -29,14 +30,20 @@ class Stage:
     def __init__(self, mesh: Mesh, reader: Reader, drawing: Drawing) -> None:
         self.mesh, self.reader, self.drawing = mesh, reader, drawing
         self.waits = Waits(LIMIT_S)
+        self.wire = Wire(self.waits)
         for comm in (mesh.world, mesh.tp):
             group_of(comm).wire.waits = self.waits
         self.first, self.last = mesh.pp.rank == 0, mesh.pp.rank == mesh.pp.size - 1
         self.drawer = mesh.world.allreduce(mesh.world.rank if self.last and mesh.tp.rank == 0 else 0)
 
+    @property
+    def device(self) -> torch.device:
+        return self.reader.decoder.device
+
     def next_token(self, tokens: list[int], afresh: bool) -> int:
         """See sampling.NextToken. Collective over the mesh. Raises StallError."""
-        answer = self.reader.read(torch.tensor(tokens) if self.first else self._received(len(tokens)), afresh)
+        x = torch.tensor(tokens, device=self.device) if self.first else self._received(len(tokens))
+        answer = self.reader.read(x, afresh)
         token = np.zeros(1, dtype=np.int64)
         if self.last:
             logits = self._of_all_ranks(answer)
@@ -50,17 +57,22 @@ class Stage:
     def _received(self, count: int) -> Tensor:
         """(count, hidden) from the stage before."""
         decoder, peer = self.reader.decoder, self.mesh.pp.rank - 1
-        hidden = torch.empty(count, decoder.model.hidden, dtype=next(decoder.parameters()).dtype)
+        hidden = next(decoder.parameters()).detach().new_empty(count, decoder.model.hidden)
+        raw = self.wire.turn_to(self.device).carry(Raw(hidden.dtype))
+        landing = self.wire.landing("stage before", hidden.view(-1), raw)
         self.waits.all(
-            buffers.irecv(self.mesh.pp, hidden, peer, 0),
+            self.wire.receive(self.mesh.pp, landing, peer, 0),
             lambda: f"{count} tokens from stage {peer} (rank {self.mesh.world_rank(peer)})",
         )
+        raw.decode(landing, hidden.view(-1))
         return hidden
 
     def _send(self, hidden: Tensor) -> None:
-        peer = self.mesh.pp.rank + 1
+        peer, hidden = self.mesh.pp.rank + 1, hidden.contiguous()
+        raw = self.wire.turn_to(self.device).carry(Raw(hidden.dtype))
+        data = raw.encode(hidden.view(-1), self.wire.scratch("stage after", hidden.nbytes))
         self.waits.all(
-            buffers.isend(self.mesh.pp, hidden.contiguous(), peer, 0),
+            self.wire.send(self.mesh.pp, data, peer, 0, hidden.nbytes),
             lambda: f"stage {peer} (rank {self.mesh.world_rank(peer)}) to take {len(hidden)} tokens",
         )
 
@@ -68,6 +80,6 @@ class Stage:
         """(vocabulary,) from the parts that the ranks of tp have of it."""
         if self.mesh.tp.size == 1:
             return logits
-        whole = torch.empty(self.reader.decoder.model.vocabulary, dtype=logits.dtype)
+        whole = logits.new_empty(self.reader.decoder.model.vocabulary)
         allgather(logits.contiguous(), self.mesh.tp, out=whole)
         return whole

@@ -38,13 +38,15 @@ def validate(parts: Parts) -> Validation | None:
         return None
     schedule = _schedule(parts.schedule.placement, config.pipeline.microbatches)
     sums = np.zeros(3)  # loss in nats, tokens, bytes
+    losses = []
     for start in range(0, samples, config.data.global_batch):
         inputs, targets = _my_share(parts, tokens, start, samples)
         with torch.no_grad():
-            loss = parts.engine.run(schedule, inputs, targets, scale=1.0)
+            losses.append(parts.engine.run(schedule, inputs.to(parts.device), targets.to(parts.device), scale=1.0))
         if parts.has_loss:
             counted = targets[targets != IGNORED].numpy()
-            sums += loss, counted.size, parts.store.token_bytes[counted].sum()
+            sums[1:] += counted.size, parts.store.token_bytes[counted].sum()
+    sums[0] = torch.stack(losses).sum().item()  # read once, not after each batch
     parts.control.allreduce(mesh.world, sums, lambda: "the sum of the validation loss over all ranks")
     nats, count, text_bytes = sums.tolist()
     return Validation(nats / count, nats / math.log(2) / max(1.0, text_bytes), samples)

@@ -14,7 +14,7 @@ import hpcllm
 from hpcllm.cli import main
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ["prepare", "train", "generate", "checkpoint", "schedule"]
+COMMANDS = ["prepare", "preflight", "train", "generate", "checkpoint", "schedule"]
 HEAVY = {"torch", "mpi4py", "h5py", "numpy", "tokenizers", "zstandard"}
 
 

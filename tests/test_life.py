@@ -82,9 +82,9 @@ def ranks_of(folder: Path, at_step: int, job: subprocess.Popen[str]) -> list[int
     """The processes of the ranks, once they have made so many steps."""
     end_s = time.monotonic() + LIMIT_S
     while time.monotonic() < end_s and job.poll() is None:
-        lines = (folder / "log.jsonl").read_text().splitlines() if (folder / "log.jsonl").exists() else []
-        if len(lines) > at_step:
-            assert json.loads(lines[at_step])["step"] >= at_step
+        lines = (folder / "log.jsonl").read_text().splitlines(keepends=True) if (folder / "log.jsonl").exists() else []
+        steps = [json.loads(line)["step"] for line in lines if '"loss"' in line and line.endswith("\n")]
+        if steps and steps[-1] >= at_step:
             return [int(number) for number in re.findall(r"process (\d+)", (folder / "ranks.txt").read_text())]
         time.sleep(0.05)
     raise AssertionError("no steps were made")

@@ -24,7 +24,7 @@ from hpcllm.checkpoint.surplus import LAYOUT, SURPLUS, find_surplus, restore_sur
 from hpcllm.config import Config
 from hpcllm.errors import CheckpointError, HpcllmError
 from hpcllm.job import StopSignals
-from hpcllm.step import samples_hash
+from hpcllm.samples import samples_hash
 from hpcllm.summary import Summary
 
 STEPS = 8

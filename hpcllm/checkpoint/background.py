@@ -2,14 +2,15 @@
 
     main thread   step | wait for the last write | copy | step | step | step: are all ranks done? | step ...
                                                      |                        ^
-    host memory                       [ model | moments | surplus ]           |       one buffer, used again
+    host memory                       [ model | moments | surplus ]           |       used again; pinned for a device
                                                      |                        |
     thread                                           plan (once), write, tidy-'       on a communicator of its own
 
-Every rank begins a write after the same step, and looks at its end after the same step too: whether a rank is done goes
-through the sum that ends each step anyway. A write that failed raises on all ranks what all of them were told; a rank
-that failed alone raises at once, and the job ends there. Needs MPI_THREAD_MULTIPLE: where the library gives less, and
-with `asynchronous` off, the same write is made in the loop, from the memory itself.
+From a device the copy is handed to its stream, before the next step's work, and the thread waits for it: the loop does
+not. Every rank begins a write after the same step, and looks at its end after the same step too: whether a rank is done
+goes through the sum that ends each step anyway. A write that failed raises on all ranks what all of them were told; a
+rank that failed alone raises at once, and the job ends there. Needs MPI_THREAD_MULTIPLE: where the library gives less,
+and with `asynchronous` off, the same write is made in the loop, from the memory itself.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from hpcllm.together import on_root
 
 LANE = "checkpoint"
 ALIGN_BYTES = 64
+PIECE_BYTES = 64 << 20
 TELL_EVERY_S = 10.0
 
 
@@ -77,6 +79,7 @@ class Background:
     tidy: Callable[[], str]
     _plan: Plan | None = None
     _copies: dict[Slab, torch.Tensor] = field(default_factory=dict)
+    _copied: torch.Event | None = None  # None: the CPU copied, and is done when it goes on
     _underway: _Underway | None = None
 
     def __post_init__(self) -> None:
@@ -108,9 +111,12 @@ class Background:
         start_s = time.perf_counter()
         before = self.finish()
         began_s = time.perf_counter()
-        tensors = self._copied(held.tensors) if goes_on and self.asynchronous else held.tensors
+        tensors = self._copy(held.tensors) if self.asynchronous and (goes_on or self._copied) else held.tensors
 
         def job() -> tuple[WriteReport, float]:
+            if self._copied:
+                torch.accelerator.set_device_index(self._copied.device)  # a new thread starts with device 0
+                self._copied.synchronize()
             on_root(self.comm, self.check)  # before gigabytes are written in vain
             if self._plan is None:
                 self._plan = prepare(self.comm, held.specs, held.tensors.keys())
@@ -135,21 +141,29 @@ class Background:
         report, ended_s = now.result.result()
         return Written(now.step, report, ended_s - now.began_s, now.waited_s)
 
-    def _copied(self, tensors: Mapping[Slab, torch.Tensor]) -> dict[Slab, torch.Tensor]:
+    def _copy(self, tensors: Mapping[Slab, torch.Tensor]) -> dict[Slab, torch.Tensor]:
+        """Copies in host memory, which are complete once `_copied` has come."""
+        device = next((tensor.device for tensor in tensors.values() if not tensor.is_cpu), None)
         if not self._copies:
-            self._copies = _buffers(tensors)
+            self._copies = _buffers(tensors, pinned=device is not None)
+            self._copied = torch.Event(device) if device else None
         for slab, tensor in tensors.items():
-            self._copies[slab].copy_(tensor)
+            self._copies[slab].copy_(tensor, non_blocking=True)
+        if self._copied:
+            self._copied.record()
         return self._copies
 
 
-def _buffers(tensors: Mapping[Slab, torch.Tensor]) -> dict[Slab, torch.Tensor]:
-    """A tensor in host memory for each, all in one allocation."""
-    memory = torch.empty(sum(_room(tensor) for tensor in tensors.values()), dtype=torch.uint8)
-    found, place = {}, 0
+def _buffers(tensors: Mapping[Slab, torch.Tensor], pinned: bool) -> dict[Slab, torch.Tensor]:
+    """A tensor in host memory for each. Pages that are pinned come in powers of two anyway, so all pieces are such."""
+    left = sum(_room(tensor) for tensor in tensors.values())
+    found, piece, place = {}, torch.empty(0, dtype=torch.uint8), 0
     for slab, tensor in tensors.items():
-        found[slab] = memory[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        place += _room(tensor)
+        if piece.numel() - place < tensor.nbytes:
+            size = 1 << (max(tensor.nbytes, min(left, PIECE_BYTES)) - 1).bit_length()
+            piece, place = torch.empty(size, dtype=torch.uint8, pin_memory=pinned), 0
+        found[slab] = piece[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        place, left = place + _room(tensor), left - _room(tensor)
     return found
 
 

@@ -50,7 +50,7 @@ def attributes_of(run: RunFacts) -> dict[str, Attribute]:
         "data/position": run.position,
         "rng/seed": run.seed,
         **{f"run/mesh/{axis}": size for axis, size in run.mesh.items()},
-        **{f"run/versions/{name}": version for name, version in _versions().items()},
+        **{f"run/versions/{name}": version for name, version in versions().items()},
     }
 
 
@@ -81,7 +81,8 @@ def _count(value: Attribute) -> int:
     return value
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of us and of what we stand on."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", "mpi4py", "numpy", "h5py")}
     started = sys.modules.get("mpi4py.MPI")  # a checkpoint can be written without it
     library = started.Get_library_version().split("\n")[0].rstrip("\0") if started else "not started"

@@ -12,17 +12,17 @@ layout the surplus comes back bit for bit, on any other it begins anew at zero, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcllm.checkpoint.fetch import fetch
 from hpcllm.checkpoint.layout import Attribute, DatasetSpec
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.slabs import Slab
+from hpcllm.checkpoint.tensors import fill
 
 SURPLUS = "feedback/surplus"
 LAYOUT = "feedback/layout"
@@ -81,9 +81,5 @@ def restore_surplus(checkpoint: Checkpoint, surplus: Surplus) -> str:
         return "the checkpoint has none"
     if checkpoint.attributes.get(LAYOUT) != surplus.layout or stored.spec != surplus.specs()[SURPLUS]:
         return "the checkpoint's is of another layout, codec or bucket size"
-    fetch(checkpoint, _wanted(surplus.slabs()))
+    fill(checkpoint, list(surplus.slabs().items()))
     return ""
-
-
-def _wanted(slabs: Mapping[Slab, Tensor]) -> Sequence[tuple[Slab, np.ndarray]]:
-    return [(slab, array.numpy()) for slab, array in slabs.items()]

@@ -80,7 +80,7 @@ class Attention(nn.Module):
             q_BTHK, k_BTGK = turn(q_BTHK, table_2T1R), turn(k_BTGK, table_2T1R)
         if cache is not None:
             k_BTGK, v_BTGK = cache.add(self.number, k_BTGK, v_BTGK)
-        mask_TS = _mask(q_BTHK.shape[1], k_BTGK.shape[1], self.window)
+        mask_TS = _mask(q_BTHK.shape[1], k_BTGK.shape[1], self.window, q_BTHK.device)
         out_BHTK = functional.scaled_dot_product_attention(
             q_BTHK.transpose(1, 2),
             k_BTGK.transpose(1, 2),
@@ -92,10 +92,14 @@ class Attention(nn.Module):
         return as_gathered(out_BHTK.transpose(1, 2), tp).flatten(-2)
 
 
-def _mask(queries: int, keys: int, window: int) -> Tensor | None:
-    """(T, S) bool: true where the last T of S tokens look; None where plain causal attention says it all."""
+def _mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor | None:
+    """(T, S) bool: true where the last T of S tokens look; None where plain causal attention says it all.
+
+    Flash kernels take no mask, so it is made only where there is no other way.
+    """
     whole = queries in (1, keys)  # one new token looks at everything; as many as keys: the usual triangle
     if whole and not 0 < window < keys:
         return None
-    distance = torch.arange(keys - queries, keys).unsqueeze(1) - torch.arange(keys)
+    seen = torch.arange(keys, device=device)
+    distance = seen[keys - queries :].unsqueeze(1) - seen
     return (distance >= 0) & (distance < (window or keys))

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 
 class KeyValueCache:
     """Of the blocks that one rank holds; memory is taken once."""
 
-    def __init__(self, blocks: Iterable[int], shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-        """shape: (batch, tokens at most, key and value heads, channels a head)."""
+    def __init__(self, blocks: Iterable[int], shape: tuple[int, int, int, int], like: Tensor) -> None:
+        """shape: (batch, tokens at most, key and value heads, channels a head), of the type and device of `like`."""
         self.length = 0  # tokens that every block has; set by the decoder once all of its blocks have added theirs
-        self._memory = {block: torch.empty(2, *shape, dtype=dtype) for block in blocks}
+        self._memory = {block: like.new_empty(2, *shape) for block in blocks}
 
     def add(self, block: int, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
         """Append a block's new keys and values; returns all (B, S, G, K), the new ones last."""

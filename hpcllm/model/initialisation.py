@@ -32,6 +32,7 @@ from hpcllm.model.transformer import Decoder
 STANDARD_DEVIATION = 0.02
 RESIDUAL_OUTPUTS = ("attention.output.weight", "ffn.down.weight")
 CHUNK = 2**20  # elements made at once: 16 MiB of scratch however large the tensor is
+CPU = torch.device("cpu")
 WORDS_PER_COUNT = 4  # Philox4x64 gives four words for each value of its counter
 
 
@@ -62,10 +63,18 @@ def build_chunks(
 
 
 def allocate_chunks(
-    model: ModelConfig, spans: Sequence[StageSpan], tp: TensorParallel = ALONE, dtype: torch.dtype = torch.float32
+    model: ModelConfig,
+    spans: Sequence[StageSpan],
+    tp: TensorParallel = ALONE,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    bare: bool = False,
 ) -> list[Decoder]:
-    """The decoders of one rank, in the order of the model; a tied embedding that is first and last is one parameter."""
-    decoders = [allocate(model, span, tp, dtype) for span in spans]
+    """The decoders of one rank, in the order of the model; a tied embedding that is first and last is one parameter.
+
+    bare: their parameters get no memory, for an optimizer that lays them out itself.
+    """
+    decoders = [allocate(model, span, tp, dtype, device, bare) for span in spans]
     first, last = decoders[0], decoders[-1]
     if model.tied and first.span.has_embedding and last.span.has_head:
         last.embedding = first.embedding  # it gets the gradients of both ends, and no message has to carry one over
@@ -73,13 +82,27 @@ def allocate_chunks(
 
 
 def allocate(
-    model: ModelConfig, span: StageSpan, tp: TensorParallel = ALONE, dtype: torch.dtype = torch.float32
+    model: ModelConfig,
+    span: StageSpan,
+    tp: TensorParallel = ALONE,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    bare: bool = False,
 ) -> Decoder:
-    """The span's decoder with memory but no values yet: for a checkpoint's reader, which sets every one of them."""
+    """The span's decoder with memory but no values yet: for a checkpoint's reader, which sets every one of them.
+
+    bare: see allocate_chunks.
+    """
     with torch.device("meta"):  # else PyTorch would fill each weight with numbers that nobody uses
         decoder = Decoder(model, span, tp)
-    memory = {name: torch.empty_like(p, dtype=dtype, device="cpu") for name, p in decoder.named_parameters()}
+    memory = {}
+    for name, p in decoder.named_parameters():
+        memory[name] = torch.empty_like(p, dtype=dtype, device=device)
+        if bare:  # one by one: a device may not have room for all of them
+            memory[name].untyped_storage().resize_(0)
     decoder.load_state_dict(memory, assign=True)
+    if decoder.table is not None:
+        decoder.table = decoder.table.to(device)
     return decoder
 
 
@@ -101,6 +124,10 @@ def initial_values(model: ModelConfig, seed: int, tp: TensorParallel = ALONE) ->
             weight.zero_()
         elif weight.dim() == 1:
             weight.fill_(1.0)
+        elif not weight.is_cpu:  # made there, so that the bits do not depend on the device
+            made = torch.empty_like(weight, device=CPU)
+            fill(name, made)
+            weight.copy_(made)
         else:
             start, _ = shard_of(name, shapes[name], tp.rank, tp.size)
             _fill_normal(weight, start, shapes[name][1], seed, name, _standard_deviation(name, model))

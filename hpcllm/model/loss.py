@@ -110,7 +110,7 @@ class _InPieces(torch.autograd.Function):
         whole = joined(x, tp).flatten(0, -2)
         targets = targets.flatten()
         rows, here = _rows(targets, first, weight.shape[0])
-        own, scores = (torch.empty(targets.shape) for _ in range(2))
+        own, scores = torch.empty(2, *targets.shape, device=whole.device)
         for start in range(0, targets.numel(), piece):
             some = slice(start, start + piece)
             logits = functional.linear(whole[some], weight).float()
@@ -130,7 +130,7 @@ class _InPieces(torch.autograd.Function):
         gathered = joined(x, ctx.tp)
         whole = gathered.flatten(0, -2)
         of_x = torch.empty_like(whole)
-        of_weight = torch.zeros(weight.shape, dtype=torch.float32)  # a sum over pieces: never in 16 bits
+        of_weight = weight.new_zeros(weight.shape, dtype=torch.float32)  # a sum over pieces: never in 16 bits
         for start in range(0, rows.numel(), ctx.piece):
             some = slice(start, start + ctx.piece)
             logits = functional.linear(whole[some], weight).float()

@@ -39,8 +39,11 @@ class Drawing:
     generator: torch.Generator
 
     def token(self, logits: Tensor) -> int:
-        """One of (at least vocabulary,) logits of any type. Same logits and generator state, same token."""
-        logits = logits[: self.vocabulary]
+        """One of (at least vocabulary,) logits of any type. Same logits and generator state, same token.
+
+        Drawn on the CPU: the token is wanted there anyway, and so the generator is the same for every device.
+        """
+        logits = logits[: self.vocabulary].cpu()
         if self.temperature == 0:
             return int(logits.argmax())
         # float64, and relative to the largest: no temperature above 0 is so small that it gives inf - inf or 0 / 0
@@ -58,12 +61,13 @@ class Reader:
         model, weight = decoder.model, next(decoder.parameters())
         heads = model.key_value_heads // decoder.tp.size
         shape = (1, min(most_tokens, model.max_sequence), heads, model.head_dim)
-        self._cache = KeyValueCache(map(int, decoder.blocks), shape, weight.dtype)
+        self._cache = KeyValueCache(map(int, decoder.blocks), shape, weight.detach())
 
     def read(self, x: Tensor, afresh: bool) -> Tensor:
         """(T, hidden) of T new tokens, or, with the head, logits of what follows them: (this rank's vocabulary,).
 
-        x: (T,) int64 with the embedding, else the (T, hidden) of the stage before. Collective over the decoder's tp.
+        x: (T,) int64 with the embedding, else the (T, hidden) of the stage before; on the decoder's device, as is what
+        this returns. Collective over the decoder's tp.
         """
         if afresh:
             self._cache.length = 0
@@ -77,7 +81,7 @@ class Reader:
 def alone(decoder: Decoder, drawing: Drawing, most_tokens: int) -> NextToken:
     """Of a whole model in one process; most_tokens as for Reader."""
     reader = Reader(decoder, most_tokens)
-    return lambda tokens, afresh: drawing.token(reader.read(torch.tensor(tokens), afresh))
+    return lambda tokens, afresh: drawing.token(reader.read(torch.tensor(tokens, device=decoder.device), afresh))
 
 
 def check_prompt(tokens: list[int], vocabulary: int) -> None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor, nn
 
 from hpcllm.chunks import chunk_range
@@ -97,6 +98,10 @@ class Decoder(nn.Module):
                 self.head = Linear(model.hidden, vocabulary, bias=False)
             elif not span.has_embedding:
                 self.embedding = nn.Embedding(vocabulary, model.hidden)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
 
     @property
     def tp(self) -> TensorParallel:

@@ -69,6 +69,7 @@ def assemble_optimizer(
     additions, shared: see make_sections. Collective over the mesh.
     """
     communication, shard = config.communication, config.optimizer.shard
+    device = next(iter(parameters.values())).device
     wires = {kind: Wire(Waits(config.limits.stall_s, watch=watch)) for kind in KINDS}
     # sums over tp have messages of their own: the layers' travel at the same time, from another thread
     over_tp = make_group(mesh.tp) if tp.sequence else None
@@ -78,7 +79,7 @@ def assemble_optimizer(
         if group:
             group.wire = wires["parameters" if group is gathering else "gradients"]
             use_tuning(group, tuning)
-            prepare(group)  # before it moves to a thread of its own
+            prepare(group, device.type == "cpu")  # before it moves to a thread of its own
     plan = BucketPlan(
         bucket_bytes=communication.bucket_mib * 2**20,
         codec=traffic_codecs(communication)["gradients"],
@@ -86,12 +87,14 @@ def assemble_optimizer(
         algorithm=communication.algorithm,
         seed=config.run.seed,
         shard=shard,
+        device=device,
     )
     sections = make_sections(parameters, additions, shared, plan, groups, tp)
-    worker, codec = Worker(), traffic_codecs(communication)["parameters"]
+    worker, codec = Worker(device=device), traffic_codecs(communication)["parameters"]
     gradients: Gradients
     if shard in ("none", "states"):
-        gradients = make_buckets(sections, parameters, worker, lambda n: _memory(n, torch.float32, groups.replicas))
+        flat = partial(_memory, dtype=torch.float32, group=groups.replicas, device=device)
+        gradients = make_buckets(sections, parameters, worker, flat)
     else:
         gradients = make_passages(sections, parameters, worker)
     weights: Weights
@@ -100,16 +103,16 @@ def assemble_optimizer(
     elif shard == "all":
         weights = UnitWeights(sections, parameters, fill, codec, gathering, worker)
     else:
-        memory = partial(_memory, group=gathering)
+        memory = partial(_memory, group=gathering, device=device)
         weights = GatheredWeights(sections, parameters, fill, codec, gathering, worker, memory)
     optimizer = make_optimizer(sections, parameters, gradients.shares, weights, codec, mesh.dp, config.optimizer)
     return Optimization(gradients, optimizer, worker, wires, tuple(g for g in (over_tp, gathering) if g))
 
 
-def _memory(n: int, dtype: torch.dtype, group: Group) -> torch.Tensor:
-    """(n,) zeros where the ranks of a node can sum and gather them in place. Collective over the group."""
-    if group.node.size == 1:
-        return torch.zeros(n, dtype=dtype)
+def _memory(n: int, dtype: torch.dtype, group: Group, device: torch.device) -> torch.Tensor:
+    """(n,) zeros, on the CPU where the ranks of a node can sum and gather them in place. Collective over the group."""
+    if group.node.size == 1 or device.type != "cpu":
+        return torch.zeros(n, dtype=dtype, device=device)
     try:
         return shared_zeros(n, group, dtype)
     except UserError as error:  # a small /dev/shm, as in many containers: slower, for copies through a small window

@@ -45,8 +45,11 @@ class Gradients(Protocol):
     def finish(self) -> None:
         """Every gradient is summed when this returns. Collective over the mesh. Raises StallError."""
 
-    def squared_norm(self) -> float:
-        """This rank's part of the squared norm: the sum over all ranks counts each gradient once."""
+    def squared_norm(self) -> Tensor:
+        """This rank's part of the squared norm: the sum over all ranks counts each gradient once. () float64.
+
+        On the gradients' device, where it may still be under way.
+        """
 
     def is_finite(self) -> bool:
         """Whether all gradients of this rank are, whoever counts them."""
@@ -84,19 +87,19 @@ class GradientBuckets:
 
     def begin(self, step: int, exact: bool) -> None:
         self._next, self._moment = 0, Moment(step, exact)
+        torch._foreach_zero_([bucket.gradients for bucket in self.buckets])
         for bucket in self.buckets:
-            bucket.gradients.zero_()
             bucket.missing = bucket.section.additions
 
     def finish(self) -> None:
         assert not any(bucket.missing for bucket in self.buckets), "a parameter got more or fewer gradients than said"
         self.worker.finish()
 
-    def squared_norm(self) -> float:
-        return sum(squares(bucket.share) for bucket in self.buckets if bucket.section.counts)
+    def squared_norm(self) -> Tensor:
+        return squares([bucket.share for bucket in self.buckets if bucket.section.counts], self._scratch)
 
     def is_finite(self) -> bool:
-        return all(math.isfinite(squares(bucket.share)) for bucket in self.buckets)
+        return math.isfinite(squares(self.shares, self._scratch))
 
     def added(self, parameter: Tensor) -> None:
         """Submit the buckets that this completes, in order."""
@@ -107,7 +110,8 @@ class GradientBuckets:
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             bucket = self.buckets[self._next]
             self._next += 1
-            self.worker.submit(partial(self._sum, bucket))
+            if bucket.section.sharded or not bucket.section.summation.is_alone:
+                self.worker.submit(partial(self._sum, bucket))
 
     def hook_up(self, bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> None:
         """Lead what autograd adds to the bucket's parameters into it."""
@@ -133,14 +137,19 @@ def make_buckets(
 ) -> GradientBuckets:
     """A bucket for each section, hooked up. memory: collective over the replicas if their node shares it."""
     result = GradientBuckets([Bucket(section, memory(section.flat.size)) for section in sections], worker)
-    result._scratch = torch.empty(max((section.owned for section in sections if section.sharded), default=0))
+    longest = max((section.owned for section in sections if section.sharded), default=0)
+    result._scratch = next(iter(parameters.values())).new_empty(longest, dtype=torch.float32)
     for bucket in result.buckets:
         result.hook_up(bucket, parameters)
     return result
 
 
-def squares(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x)) ** 2
+def squares(arrays: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The sum of all squares, () float64 on the device of `like`, where the arrays are: a few kernels, and no wait."""
+    values = [x for x in arrays if x.numel()]
+    if not values:
+        return like.new_zeros((), dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(values)).double().square().sum()
 
 
 def taken_gradient(parameter: Tensor) -> Tensor:

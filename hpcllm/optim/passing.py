@@ -62,8 +62,8 @@ class PassingGradients:
 
     def begin(self, step: int, exact: bool) -> None:
         self._moment = Moment(step, exact)
+        torch._foreach_zero_(self.shares)
         for passage in self.passages:
-            passage.share.zero_()
             passage.parts = passage.additions = 0
 
     def added(self, parameter: Tensor) -> None:
@@ -93,11 +93,11 @@ class PassingGradients:
         self._free += [buffer for buffer, _ in self._leaving]
         self._leaving.clear()
 
-    def squared_norm(self) -> float:
-        return sum(squares(passage.share) for passage in self.passages if passage.section.counts)
+    def squared_norm(self) -> Tensor:
+        return squares([passage.share for passage in self.passages if passage.section.counts], self._scratch)
 
     def is_finite(self) -> bool:
-        return all(math.isfinite(squares(share)) for share in self.shares)
+        return math.isfinite(squares(self.shares, self._scratch))
 
     def hook_up(self, passage: Passage, parameters: Mapping[str, nn.Parameter]) -> None:
         flat, start = passage.section.flat, 0
@@ -114,7 +114,7 @@ class PassingGradients:
             self._free.append(buffer)
         fitting = [place for place, buffer in enumerate(self._free) if buffer.numel() >= n]
         if not fitting:
-            return torch.empty(n)
+            return self._scratch.new_empty(n)
         return self._free.pop(min(fitting, key=lambda place: self._free[place].numel()))
 
     def _send(self, passage: Passage) -> None:
@@ -142,8 +142,9 @@ def make_passages(
     sections: Sequence[Section], parameters: Mapping[str, nn.Parameter], worker: Worker
 ) -> PassingGradients:
     """A passage for each section, hooked up."""
-    result = PassingGradients([Passage(section, torch.zeros(section.owned)) for section in sections], worker)
-    result._scratch = torch.empty(max((section.owned for section in sections), default=0))
+    like = next(iter(parameters.values())).new_empty(0, dtype=torch.float32)
+    result = PassingGradients([Passage(section, like.new_zeros(section.owned)) for section in sections], worker)
+    result._scratch = like.new_empty(max((section.owned for section in sections), default=0))
     for passage in result.passages:
         result.hook_up(passage, parameters)
     return result

@@ -22,6 +22,8 @@ from hpcllm.optim.flat import Flat, Traits, lay_out
 from hpcllm.optim.summation import Summation
 from hpcllm.policy import is_exact
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPlan:
@@ -33,6 +35,7 @@ class BucketPlan:
     algorithm: str
     seed: int
     shard: str = "none"
+    device: torch.device = CPU
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def _section(
     over_tp = (groups.tensor,) if traits.summed and groups.tensor else ()
     over_ends = (groups.ends,) if traits.shared else ()
     codec = "raw" if traits.exact else plan.codec
-    summation = Summation(replicas, over_tp + over_ends, codec, plan.algorithm, (plan.seed, number))
+    summation = Summation(replicas, over_tp + over_ends, codec, plan.algorithm, (plan.seed, number), plan.device)
     start, end = chunk_range(flat.size, replicas.size, replicas.rank) if sharded else (0, flat.size)
     is_first = (sharded or replicas.rank == 0) and (tp.rank == 0 or not traits.whole)
     counts = is_first and (groups.ends.rank == 0 or not traits.shared)

@@ -45,7 +45,13 @@ class Summation:
     codec_name: str  # as in the run file
     algorithm: str
     key: tuple[int, ...]  # seed and array; what makes its random numbers its own
+    device: torch.device  # of the array
     _surplus: dict[int, ErrorFeedback] = field(default_factory=dict)  # of each group, by its id
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank has nobody to sum with."""
+        return all(group.size == 1 for group in (self.replicas, *self.others))
 
     def everywhere(self, x: torch.Tensor, moment: Moment) -> None:
         """Sum x (n,) float32 over all groups in place; the same bits on all of their ranks. Collective over them."""
@@ -54,7 +60,10 @@ class Summation:
 
     def shared_out(self, x: torch.Tensor, share: torch.Tensor, moment: Moment) -> None:
         """x (n,) float32 -> share: this replica's chunk_range of the sum over replicas. Collective over them."""
-        codec = self._codec(self.replicas, x.numel(), moment, "reduce_scatter")
+        if self.replicas.size == 1:
+            share.copy_(x)
+            return
+        codec = self._codec(self.replicas, x, moment, "reduce_scatter")
         if isinstance(codec, ErrorFeedback):
             codec.reduce_scatter(x, share)
         else:
@@ -72,7 +81,7 @@ class Summation:
         """
         if not self.codec_name.endswith(FEEDBACK):
             return {}
-        codec = find_codec(self.codec_name.removesuffix(FEEDBACK))
+        codec = find_codec(self.codec_name.removesuffix(FEEDBACK), device=self.device.type)
         sums = [(self.replicas, n, "allreduce" if share is None else "reduce_scatter")]
         sums += [(group, n if share is None else share, "allreduce") for group in self.others]
         owed = {}
@@ -84,18 +93,21 @@ class Summation:
         return owed
 
     def _allreduce(self, x: torch.Tensor, group: Group, moment: Moment) -> None:
-        codec = self._codec(group, x.numel(), moment)
+        if group.size == 1:
+            return
+        codec = self._codec(group, x, moment)
         if isinstance(codec, ErrorFeedback):
             codec.allreduce(x)
         else:
             allreduce(x, group, codec, self.algorithm)
 
-    def _codec(self, group: Group, n: int, moment: Moment, operation: str = "allreduce") -> str | Codec:
-        """For n values over the group: a name, a codec with this moment's random numbers, or one with feedback."""
+    def _codec(self, group: Group, x: torch.Tensor, moment: Moment, operation: str = "allreduce") -> str | Codec:
+        """For x over the group: a name, a codec with this moment's random numbers, or one with feedback."""
+        n = x.numel()
         name = "raw" if moment.exact else self.codec_name.removesuffix(FEEDBACK)
-        if name == "raw" or not n or group.size == 1:
+        if name == "raw" or not n:
             return "raw"
-        codec = find_codec(name)
+        codec = find_codec(name, device=self.device.type)
         if parse_name(name).stochastic:
             words = (*self.key, moment.step, group.rank, *([moment.part] if moment.part else []))
             digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
@@ -108,5 +120,5 @@ class Summation:
 
     def _feedback(self, group: Group, n: int, codec: Codec, operation: str) -> ErrorFeedback:
         if id(group) not in self._surplus:
-            self._surplus[id(group)] = ErrorFeedback(n, group, codec, operation)
+            self._surplus[id(group)] = ErrorFeedback(n, group, codec, operation, self.device)
         return self._surplus[id(group)]

@@ -53,8 +53,7 @@ class UnitWeights:
         self.arrays: list[Tensor] = []  # (flat.size,) each, without memory while their unit is away
         self.shards: list[Tensor] = []  # (owned,)
         for section in sections:
-            dtype = parameters[section.flat.names[0]].dtype
-            array = flattened(section, parameters, torch.empty(section.flat.size, dtype=dtype), fill)
+            array = flattened(section, parameters, parameters[section.flat.names[0]].new_empty(section.flat.size), fill)
             self.arrays.append(array)
             self.shards.append(array[section.start : section.end].clone())
             array.untyped_storage().resize_(0)
@@ -146,8 +145,10 @@ class UnitWeights:
 
     def _gather(self, number: int, exact: bool) -> None:
         raw = exact or (self.is_lossy and self.sections[number].flat.traits.exact)
-        alias = from_dlpack(self.arrays[number])  # NumPy, which collectives go through, pins a storage's size
-        allgather(self.shards[number], self.replicas, "raw" if raw else self.codec, out=alias)
+        array = self.arrays[number]
+        if array.is_cpu:
+            array = from_dlpack(array)  # NumPy, which collectives go through there, pins a storage's size
+        allgather(self.shards[number], self.replicas, "raw" if raw else self.codec, out=array)
 
 
 class _WithGradient(torch.autograd.Function):

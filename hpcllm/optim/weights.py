@@ -102,7 +102,7 @@ class GatheredWeights:
         self._units = [sorted({unit_of(name) for name in section.flat.names}) for section in sections]
         self._coming: dict[str, list[Future[None]]] = {}  # by unit
         longest = max((section.flat.size for section in sections if not section.flat.traits.exact), default=0)
-        self._changes = torch.empty(longest if self.is_lossy else 0)  # the worker's
+        self._changes = self.arrays[0].new_empty(longest if self.is_lossy else 0, dtype=torch.float32)  # the worker's
 
     @property
     def presence(self) -> Presence:

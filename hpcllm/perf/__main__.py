@@ -67,11 +67,13 @@ def _runner(command: str) -> Callable[[argparse.Namespace], int]:
 
 
 def _measure(arguments: argparse.Namespace) -> int:
+    from hpcllm.binding import bind_job
     from hpcllm.job import StopSignals, run_job
     from hpcllm.perf.arguments import options_of
 
     def job(world) -> int:  # type: ignore[no-untyped-def]
         options = options_of(arguments)
+        bind_job(world)
         module = import_module(COMMANDS[arguments.command][1][0])
         code: int = module.run(arguments.command, options, world, lambda: bool(signals.received))
         if signals.received and world.rank == 0:
@@ -86,10 +88,17 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 def _step_or_tune(arguments: argparse.Namespace) -> int:
+    from hpcllm.binding import bind_job
     from hpcllm.job import run_job
 
     module = import_module(COMMANDS[arguments.command][1][0])
-    return run_job(lambda world: module.run(arguments, world))
+
+    def job(world) -> int:  # type: ignore[no-untyped-def]
+        bind_job(world)
+        code: int = module.run(arguments, world)
+        return code
+
+    return run_job(job)
 
 
 def _plot(arguments: argparse.Namespace) -> int:

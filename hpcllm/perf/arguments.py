@@ -34,6 +34,7 @@ class Options:
     algorithms: tuple[str, ...] = ()  # empty: the ones worth comparing
     dtype: str = "float32"
     device: str = "cpu"
+    gpu_aware: str = "auto"
     memory: str = "private"
     iterations: int = 0  # 0: by size
     warmup: int = 2
@@ -59,10 +60,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What p2p takes, and part of every other measurement."""
     _add_common(parser, sizes="1K:64M", codecs="raw")
     parser.add_argument("--bandwidth", metavar="GB/S", help="of the link, for the bound; default: measured first")
+    _add_device(parser)
+    parser.add_argument(
+        "--gpu-aware",
+        metavar="auto|yes|no",
+        default="auto",
+        help="gpu: may MPI read the device's memory; auto: tried out (default: auto)",
+    )
 
 
 def add_codec_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common(parser, sizes="64K,1M,16M", codecs=ALL_CODECS)
+    _add_device(parser)
 
 
 def add_collective_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +82,6 @@ def add_collective_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="names with commas, or all; mpi is the library's bare blocking call, native ours to the library",
     )
-    parser.add_argument("--device", metavar="cpu|cuda", default="cpu", help="where the arrays live (default: cpu)")
     parser.add_argument(
         "--memory",
         metavar="private|shared",
@@ -113,6 +121,15 @@ def _add_common(parser: argparse.ArgumentParser, sizes: str, codecs: str) -> Non
     add_output(parser)
 
 
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        metavar="cpu|gpu",
+        default="cpu",
+        help="where the arrays live; gpu: one device a rank, of CUDA, ROCm or XPU (default: cpu)",
+    )
+
+
 def options_of(arguments: argparse.Namespace) -> Options:
     """Raises ConfigError: the key, the value, what is valid."""
     given = vars(arguments)
@@ -122,7 +139,8 @@ def options_of(arguments: argparse.Namespace) -> Options:
         codecs=tuple(dict.fromkeys(_codec(name) for name in _names("codecs", given["codecs"]))),
         algorithms=tuple(dict.fromkeys(_names("algorithms", given["algorithms"]))) if given.get("algorithms") else (),
         dtype=dtype,
-        device=_one_of("device", given.get("device", "cpu"), ("cpu", "cuda")),
+        device=_one_of("device", given.get("device", "cpu"), ("cpu", "gpu")),
+        gpu_aware=_one_of("gpu-aware", given.get("gpu_aware", "auto"), ("auto", "yes", "no")),
         memory=_one_of("memory", given.get("memory", "private"), ("private", "shared")),
         iterations=_count("iterations", given["iterations"]),
         warmup=_count("warmup", given["warmup"]),

@@ -18,9 +18,11 @@ from hpcllm.codecs import Codec
 from hpcllm.collectives import operations
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.window import free_shared, shared_zeros
+from hpcllm.device import synchronize
 from hpcllm.perf.library import library_call
 from hpcllm.perf.values import pattern, unroll
 
+CPU = torch.device("cpu")
 LIBRARY = "mpi"  # the algorithm that is not ours
 IN_PLACE = ("allreduce", "broadcast")
 
@@ -33,10 +35,16 @@ def lengths(operation: str, size: int, rank: int, ranks: int) -> tuple[int, int]
 
 
 class Arrays:
-    """Collective over group, as is `free`. device: "cpu" or "cuda"; shared: in the node's shared memory, of the CPU."""
+    """Collective over group, as is `free`. shared: in the node's shared memory, of the CPU."""
 
     def __init__(
-        self, operation: str, size: int, dtype: torch.dtype, group: Group, device: str = "cpu", shared: bool = False
+        self,
+        operation: str,
+        size: int,
+        dtype: torch.dtype,
+        group: Group,
+        device: torch.device = CPU,
+        shared: bool = False,
     ) -> None:
         self.operation, self.size, self.group, self.device, self.shared = operation, size, group, device, shared
         x, out = lengths(operation, size, group.rank, group.size)
@@ -70,8 +78,7 @@ class Arrays:
 
     def arrive(self) -> None:
         """Return when the device has done what it was told."""
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.device)
 
     def free(self) -> None:
         """Give back shared memory, which would stay as long as the group."""

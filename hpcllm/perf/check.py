@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from hpcllm import buffers
+from hpcllm.messages import buffers
 from hpcllm.perf.timing import LIMIT_S
 from hpcllm.perf.values import Floats, Segment, unroll
 from hpcllm.waiting import Waits

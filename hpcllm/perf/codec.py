@@ -3,7 +3,8 @@
     values (read-only)  --encode-->  bytes, kept  --decode-->  decoded        codecs share out long arrays by themselves
 
 moved = bytes read plus bytes written, for a copy twice its size: a codec that reaches memcpy's rate takes no longer
-than moving its data does. Rank 0 measures; others, if there are any, wait without taking its cores.
+than moving its data does. Rank 0 measures; others, if there are any, wait without taking its cores. On a device the
+copy is the device's, and a call has ended when the device is done: small sizes show what it costs to start a kernel.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from mpi4py import MPI
 
 from hpcllm.codecs import Codec, find_codec
 from hpcllm.collectives import group_of
+from hpcllm.device import synchronize
+from hpcllm.errors import ConfigError
 from hpcllm.perf.arguments import VALUE_BYTES, Options
 from hpcllm.perf.check import distance
-from hpcllm.perf.machine import VALUE_TYPES, check_memory, facts, library_name
+from hpcllm.perf.machine import VALUE_TYPES, check_memory, facts, find_device, library_name
 from hpcllm.perf.records import Record, finite
 from hpcllm.perf.report import Report
 from hpcllm.perf.timing import Case, Seconds, in_turns, meet
@@ -44,12 +47,13 @@ def run(operation: str, options: Options, comm: MPI.Intracomm, stopping: Callabl
     alone = group_of(MPI.COMM_SELF)
     check_memory((3 + len(options.codecs)) * options.sizes[-1], alone)
     report = Report(options, comm, len(options.sizes))
-    cores = len(os.sched_getaffinity(0))
-    report.say(f"# {operation}, {facts(options.dtype, alone)}; 1 thread and {cores}; GB = 1e9 bytes")
+    device, cores = find_device(options, 0), len(os.sched_getaffinity(0))
+    threads, where = ([1, cores], f"1 thread and {cores}") if device.type == "cpu" else ([1], f"arrays on {device}")
+    report.say(f"# {operation}, {facts(options.dtype, alone)}; {where}; GB = 1e9 bytes")
     before = torch.get_num_threads()
     try:
         for size_bytes in options.sizes:
-            report.add(_measure(options, size_bytes, sorted({1, cores}), stopping) if comm.rank == 0 else [])
+            report.add(_measure(options, size_bytes, sorted({*threads}), device, stopping) if comm.rank == 0 else [])
             if meet(comm, stopping()):
                 break
     finally:
@@ -58,18 +62,33 @@ def run(operation: str, options: Options, comm: MPI.Intracomm, stopping: Callabl
     return 0
 
 
-def _measure(options: Options, size_bytes: int, threads: Sequence[int], stopping: Callable[[], bool]) -> list[Record]:
+def _measure(
+    options: Options, size_bytes: int, threads: Sequence[int], device: torch.device, stopping: Callable[[], bool]
+) -> list[Record]:
     dtype, n = VALUE_TYPES[options.dtype], size_bytes // VALUE_BYTES[options.dtype]
     values, records = torch.empty(n, dtype=dtype), []
     unroll(pattern(0, dtype), 0, values)
-    jobs = make_jobs(values, torch.empty_like(values), [find_codec(name, dtype) for name in options.codecs])
-    cases = [Case(_nothing, job.run) for job in jobs]
+    values = values.to(device)
+    jobs = make_jobs(values, torch.empty_like(values), _codecs(options, device))
+    cases = [Case(_nothing, partial(_run, job, device)) for job in jobs]
     for count in threads:  # not in turns: a change of the number makes OpenMP start threads anew
         torch.set_num_threads(count)
         timed = in_turns(MPI.COMM_SELF, cases, options.rounds(size_bytes), options.warmup, stopping)
         rows = zip(jobs, timed, strict=False)  # nothing was timed if a signal came at once
         records += [_record(options, size_bytes, count, *row, jobs[0].moved_bytes / timed[0].median) for row in rows]
     return records
+
+
+def _codecs(options: Options, device: torch.device) -> list[Codec]:
+    try:
+        return [find_codec(name, VALUE_TYPES[options.dtype], device.type) for name in options.codecs]
+    except ValueError as error:
+        raise ConfigError(f"--codecs: {error}") from error
+
+
+def _run(job: Job, device: torch.device) -> None:
+    job.run()
+    synchronize(device)
 
 
 def make_jobs(values: torch.Tensor, decoded: torch.Tensor, codecs: Sequence[Codec]) -> list[Job]:
@@ -79,11 +98,11 @@ def make_jobs(values: torch.Tensor, decoded: torch.Tensor, codecs: Sequence[Code
     for codec in codecs:
         if codec.name == "raw":
             continue  # moves nothing
-        out = torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8)
+        out = torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8, device=values.device)
         data = codec.encode(values, out)
         codec.decode(data, decoded.fill_(torch.nan))
         truth = expected("p2p", values.numel(), 0, 1, codec, "")
-        error = distance(decoded, truth, MPI.COMM_SELF, check=False).relative
+        error = distance(decoded.cpu(), truth, MPI.COMM_SELF, check=False).relative
         measures = (values.nbytes + data.numel(), data.numel(), error)
         jobs.append(Job("encode", codec, partial(codec.encode, values, out), *measures))
         jobs.append(Job("decode", codec, partial(codec.decode, data, decoded), *measures))
@@ -107,6 +126,7 @@ def _record(
         rel_error=finite(job.rel_error),
         ratio=size_bytes / job.encoded_bytes,
         library=library_name(),
+        device=options.device,
         threads=threads,
         moved_gb_s=job.moved_bytes / seconds.median / 1e9,
         memcpy_share=job.moved_bytes / seconds.median / memcpy_bytes_s,

@@ -25,10 +25,10 @@ from hpcllm.collectives.group import Group
 from hpcllm.collectives.tuning import load_tuning
 from hpcllm.errors import ConfigError
 from hpcllm.perf.arguments import VALUE_BYTES, Options
-from hpcllm.perf.arrays import LIBRARY, Arrays, lengths
+from hpcllm.perf.arrays import CPU, LIBRARY, Arrays, lengths
 from hpcllm.perf.check import distance, same_bits
 from hpcllm.perf.limits import bound_s, bus_factor
-from hpcllm.perf.machine import VALUE_TYPES, check_device, check_memory, facts, library_name
+from hpcllm.perf.machine import VALUE_TYPES, check_memory, facts, library_name, open_device
 from hpcllm.perf.p2p import measure_link
 from hpcllm.perf.records import Record, finite
 from hpcllm.perf.report import Report
@@ -71,6 +71,8 @@ class Bench:
     ways: Sequence[Way]
     link_gb_s: float | None
     stopping: Callable[[], bool]
+    device: torch.device
+    messages: str  # where they lie, for people; "" for arrays on the CPU
 
 
 def run(operation: str, options: Options, comm: MPI.Intracomm | Group, stopping: Callable[[], bool]) -> int:
@@ -78,8 +80,10 @@ def run(operation: str, options: Options, comm: MPI.Intracomm | Group, stopping:
     group = group_of(comm)
     _check(operation, options, group)
     report = Report(options, group.comm, len(options.sizes))
-    ways = find_ways(operation, options, group)
-    bench = Bench(operation, options, group, ways, options.bandwidth_gb_s or measure_link(group), stopping)
+    device, messages = open_device(options, group)
+    ways = find_ways(operation, options, group, device)
+    link = options.bandwidth_gb_s or measure_link(group, device)
+    bench = Bench(operation, options, group, ways, link, stopping, device, messages)
     for line in _head(bench):
         report.say(line)
     failures: list[str] = []
@@ -100,7 +104,7 @@ def measure(bench: Bench, size_bytes: int) -> tuple[list[Record], list[str]]:
     options, group = bench.options, bench.group
     size = size_bytes // VALUE_BYTES[options.dtype]
     shared = options.memory == "shared"
-    arrays = Arrays(bench.operation, size, VALUE_TYPES[options.dtype], group, options.device, shared)
+    arrays = Arrays(bench.operation, size, VALUE_TYPES[options.dtype], group, bench.device, shared)
     qualities = [assess(arrays, way, options.check) for way in bench.ways]
     cases = [_case(arrays, way) for way in bench.ways]
     timed = in_turns(group.comm, cases, options.rounds(size_bytes), options.warmup, bench.stopping)
@@ -112,10 +116,10 @@ def measure(bench: Bench, size_bytes: int) -> tuple[list[Record], list[str]]:
     return [_record(bench, size_bytes, *row) for row in rows], failures
 
 
-def find_ways(operation: str, options: Options, group: Group) -> list[Way]:
+def find_ways(operation: str, options: Options, group: Group, device: torch.device = CPU) -> list[Way]:
     """Each asked algorithm with each codec that it can carry, found out by trying. Collective. Raises ConfigError."""
-    ways = _asked_ways(operation, options, group)
-    arrays = Arrays(operation, PROBE_VALUES, VALUE_TYPES[options.dtype], group, options.device)
+    ways = _asked_ways(operation, options, group, device)
+    arrays = Arrays(operation, PROBE_VALUES, VALUE_TYPES[options.dtype], group, device)
     kept, refusals = [], []
     for way in ways:
         arrays.refresh()
@@ -132,9 +136,9 @@ def find_ways(operation: str, options: Options, group: Group) -> list[Way]:
     return kept
 
 
-def _asked_ways(operation: str, options: Options, group: Group) -> list[Way]:
+def _asked_ways(operation: str, options: Options, group: Group, device: torch.device) -> list[Way]:
     """By default the library's and all between which `auto` chooses."""
-    valid = list(dict.fromkeys([*FIRST, *operations.ALGORITHMS[operation]]))
+    valid = list(dict.fromkeys([*FIRST, *operations.valid_algorithms(operation, device.type)]))
     unknown = [name for name in options.algorithms if name not in (*valid, "all")]
     if unknown:
         raise ConfigError(f"--algorithms {unknown[0]!r} is unknown; valid for {operation}: {', '.join(valid)}, or all")
@@ -144,7 +148,11 @@ def _asked_ways(operation: str, options: Options, group: Group) -> list[Way]:
         if not names:
             good = candidates(operation, codec, options.dtype, select.shape_of(group))
             names = [name for name in valid if name in FIRST or name in good]
-        ways += [Way(name, find_codec(codec, VALUE_TYPES[options.dtype])) for name in names]
+        try:
+            found = find_codec(codec, VALUE_TYPES[options.dtype], device.type)
+        except ValueError as error:
+            raise ConfigError(f"--codecs: {error}") from error
+        ways += [Way(name, found) for name in names]
     return sorted(ways, key=lambda way: valid.index(way.algorithm))
 
 
@@ -160,7 +168,7 @@ def assess(arrays: Arrays, way: Way, check: bool) -> Quality:
     ratio = float(counted[0] / counted[1]) if counted[1] else 1.0
     algorithm, chosen = way.algorithm, ""
     if algorithm == "auto":
-        plan = select.plan(arrays.operation, arrays.planned, way.codec, group)
+        plan = select.plan(arrays.operation, arrays.planned, way.codec, group, arrays.device.type)
         algorithm, chosen = plan.algorithm, f"{plan.algorithm} {plan.codec.name}"
     result = arrays.out.cpu()
     truth = expected(arrays.operation, arrays.size, group.rank, group.size, way.codec, algorithm)
@@ -209,9 +217,8 @@ def _record(bench: Bench, size_bytes: int, way: Way, quality: Quality, seconds: 
 
 def _check(operation: str, options: Options, group: Group) -> None:
     """Raises ConfigError for what cannot be measured here. Collective."""
-    check_device(options.device)
-    if (options.device, options.memory) == ("cuda", "shared"):
-        raise ConfigError("--memory shared holds arrays of the CPU; valid with --device cuda: private")
+    if (options.device, options.memory) == ("gpu", "shared"):
+        raise ConfigError("--memory shared holds arrays of the CPU; valid with --device gpu: private")
     x, out = lengths(operation, options.sizes[-1], 0, group.size)
     check_memory(4 * max(x, out), group)  # x, its fresh copy, out, and what an algorithm works in
     if options.tuning:
@@ -222,15 +229,14 @@ def _check(operation: str, options: Options, group: Group) -> None:
 def _head(bench: Bench) -> list[str]:
     options, group = bench.options, bench.group
     lines = [f"# {bench.operation}, {facts(options.dtype, group)}, {options.memory} memory on {options.device}"]
-    if options.device == "cuda":
-        lines.append("# arrays on the GPU are staged through host memory: the times hold both copies")
+    if bench.messages:
+        lines.append(f"# {bench.messages}")
     lines.append("# seconds: the slowest rank of each iteration; GB = 1e9 bytes of uncompressed data")
     if bench.link_gb_s is None:
         lines.append("# one rank: nothing is sent, so there is no bound")
     else:
         source = "given" if options.bandwidth_gb_s else "measured: the best of a stream between two ranks"
-        place = (
-            "a node's link" if group.nodes > 1 else "messages through shared memory, which node_window need not send"
-        )
+        near = "messages inside a node" + ("" if bench.messages else ", which node_window need not send")
+        place = "a node's link" if group.nodes > 1 else near
         lines.append(f"# bound: {bench.link_gb_s:.3g} GB/s ({source}) of {place}; no latency")
     return lines

@@ -9,8 +9,12 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from hpcllm import device
 from hpcllm.collectives.group import Group
 from hpcllm.errors import ConfigError
+from hpcllm.messages.gpu_aware import gpu_aware
+from hpcllm.messages.memory import let_mpi_read_devices
+from hpcllm.perf.arguments import Options
 
 VALUE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -50,7 +54,23 @@ def check_memory(need_bytes: int, group: Group) -> None:
         )
 
 
-def check_device(device: str) -> None:
-    """Raises ConfigError if PyTorch has no such device."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: this PyTorch sees no GPU; valid here: cpu")
+def open_device(options: Options, group: Group) -> tuple[torch.device, str]:
+    """Where this rank's arrays live, and for people where messages of a device lie, "" for the CPU's.
+
+    Collective over group. Raises ConfigError if PyTorch has no such device.
+    """
+    found = find_device(options, device.slot(group.node.rank))
+    if options.device == "cpu":
+        return found, ""
+    reach = gpu_aware(group.comm, found, options.gpu_aware)
+    let_mpi_read_devices(reach.direct)
+    return found, f"messages {'on the device' if reach.direct else 'in pinned host memory'}: {reach.why}"
+
+
+def find_device(options: Options, node_rank: int) -> torch.device:
+    """Where the arrays of that rank of a node live. Raises ConfigError if PyTorch has no such device."""
+    if options.device == "cpu":
+        return torch.device("cpu")
+    if not torch.accelerator.is_available():
+        raise ConfigError(f"--device gpu: {device.why_none(os.environ)}; or --device cpu")
+    return device.choose("gpu", node_rank)

@@ -16,21 +16,24 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from hpcllm import buffers
 from hpcllm.codecs import Codec, find_codec
 from hpcllm.collectives import group_of
 from hpcllm.collectives.group import Group
+from hpcllm.device import synchronize
 from hpcllm.errors import ConfigError
+from hpcllm.messages import buffers
+from hpcllm.messages.memory import MessageMemory, memory_for
 from hpcllm.perf.arguments import VALUE_BYTES, Options
 from hpcllm.perf.check import Distance, distance
 from hpcllm.perf.limits import bound_s
-from hpcllm.perf.machine import VALUE_TYPES, check_memory, facts, library_name, node_of_ranks
+from hpcllm.perf.machine import VALUE_TYPES, check_memory, facts, library_name, node_of_ranks, open_device
 from hpcllm.perf.records import Record, finite
 from hpcllm.perf.report import Report
 from hpcllm.perf.timing import LIMIT_S, Case, Seconds, finish, in_turns, meet
 from hpcllm.perf.values import codec_ratio, expected, pattern, unroll
 from hpcllm.waiting import Waits
 
+CPU = torch.device("cpu")
 MESSAGES = 8  # of a stream
 SLOTS = 2
 LINK_SIZES, LINK_ROUNDS = (1 << 20, 4 << 20), 5
@@ -41,7 +44,8 @@ class End:
     """This rank's end of messages of n values between ranks 0 and 1 of comm."""
 
     comm: MPI.Intracomm
-    codec: Codec
+    codec: Codec  # carried by memory
+    memory: MessageMemory
     x: torch.Tensor  # (n,) of codec.dtype: what is sent
     out: torch.Tensor  # (n,): what has come
     slots: list[torch.Tensor] = field(init=False)  # encoded
@@ -49,7 +53,7 @@ class End:
 
     def __post_init__(self) -> None:
         capacity = self.codec.encoded_bytes(self.x.numel())
-        self.slots = [torch.empty(capacity, dtype=torch.uint8) for _ in range(SLOTS)]
+        self.slots = [self.memory.allocate(capacity) for _ in range(SLOTS)]
 
     def pingpong(self) -> None:
         if self.comm.rank == 0:
@@ -57,6 +61,7 @@ class End:
         self.take(0, self.receive(0))
         if self.comm.rank == 1:
             finish(self.send(0), "a pong to leave")
+        synchronize(self.x.device)
 
     def stream(self) -> None:
         sending = self.comm.rank == 0
@@ -69,12 +74,16 @@ class End:
             else:
                 self.take(slot, flying[slot])
             flying[slot] = start(slot) if message + SLOTS < MESSAGES else []
+        synchronize(self.x.device)
         finish(self._last_word(sending), "the end of a stream")
 
     def send(self, slot: int) -> list[MPI.Request]:
-        return buffers.isend(self.comm, self.codec.encode(self.x, self.slots[slot]), 1 - self.comm.rank, 0)
+        data = self.codec.encode(self.x, self.slots[slot])
+        self.memory.before_send(data)
+        return buffers.isend(self.comm, data, 1 - self.comm.rank, 0)
 
     def receive(self, slot: int) -> list[MPI.Request]:
+        self.memory.before_receive(self.slots[slot])
         return buffers.irecv(self.comm, self.slots[slot], 1 - self.comm.rank, 0)
 
     def take(self, slot: int, requests: list[MPI.Request]) -> None:
@@ -96,16 +105,21 @@ def run(operation: str, options: Options, comm: MPI.Intracomm | Group, stopping:
         raise ConfigError(f"--sizes: p2p takes messages up to {buffers.LARGEST_MESSAGE_BYTES >> 21}M")
     check_memory(8 * options.sizes[-1], group)
     peers = _peers(group)
+    device, messages = open_device(options, group)
     report = Report(options, comm, len(peers) * len(options.sizes))
     report.say(f"# {operation}, {facts(options.dtype, group)}; seconds of one message, encode and decode included")
+    if messages:
+        report.say(f"# {messages}")
     for peer, nodes in peers:
         pair = _pair(comm, peer)
-        link = options.bandwidth_gb_s or _link_gb_s(comm, pair)
+        link = options.bandwidth_gb_s or _link_gb_s(comm, pair, device)
         report.say(f"# rank 0 and rank {peer}, {'another' if nodes > 1 else 'the same'} node, link {link:.3g} GB/s")
         for size_bytes in options.sizes:
             if meet(comm, stopping()):
                 break
-            rows = _measure(options, size_bytes, pair, nodes, link, stopping) if pair != MPI.COMM_NULL else []
+            rows = []
+            if pair != MPI.COMM_NULL:
+                rows = _measure(options, size_bytes, pair, nodes, link, device, stopping)
             report.add(rows)
         if pair != MPI.COMM_NULL:
             pair.Free()
@@ -113,16 +127,16 @@ def run(operation: str, options: Options, comm: MPI.Intracomm | Group, stopping:
     return 0
 
 
-def measure_link(group: Group) -> float | None:
+def measure_link(group: Group, device: torch.device = CPU) -> float | None:
     """GB/s of a stream from rank 0 to the first rank of another node, or of its own if there is one node only;
-    None for one rank. Collective over group."""
+    None for one rank. device: where what is sent lies. Collective over group."""
     if group.size == 1:
         return None
     nodes = node_of_ranks(group)
     others = np.flatnonzero(nodes != nodes[0])
     peer = int(others[0]) if others.size else 1
     pair = _pair(group.comm, peer)
-    rate = _link_gb_s(group.comm, pair)
+    rate = _link_gb_s(group.comm, pair, device)
     if pair != MPI.COMM_NULL:
         pair.Free()
     return rate
@@ -133,11 +147,11 @@ def _pair(comm: MPI.Intracomm, peer: int) -> MPI.Intracomm:
     return MPI.Intracomm(comm.Split(0 if comm.rank in (0, peer) else MPI.UNDEFINED, comm.rank))
 
 
-def _link_gb_s(comm: MPI.Intracomm, pair: MPI.Intracomm) -> float:
+def _link_gb_s(comm: MPI.Intracomm, pair: MPI.Intracomm, device: torch.device) -> float:
     """The best of some streams, as it is to be a limit; known on all ranks of comm. Collective over comm."""
     rate = np.zeros(1)
     if pair != MPI.COMM_NULL:
-        ends = [_end(pair, size // 4, find_codec("raw", torch.float32)) for size in LINK_SIZES]
+        ends = [_end(pair, size // 4, find_codec("raw", torch.float32, device.type), device) for size in LINK_SIZES]
         timed = in_turns(pair, [Case(_nothing, end.stream) for end in ends], LINK_ROUNDS, 1, lambda: False)
         rates = [MESSAGES * size / s.samples.min() / 1e9 for size, s in zip(LINK_SIZES, timed, strict=True)]
         rate[0] = max(rates)
@@ -147,11 +161,18 @@ def _link_gb_s(comm: MPI.Intracomm, pair: MPI.Intracomm) -> float:
 
 
 def _measure(
-    options: Options, size_bytes: int, pair: MPI.Intracomm, nodes: int, link: float, stopping: Callable[[], bool]
+    options: Options,
+    size_bytes: int,
+    pair: MPI.Intracomm,
+    nodes: int,
+    link: float,
+    device: torch.device,
+    stopping: Callable[[], bool],
 ) -> list[Record]:
     """Records of all codecs at one size. Collective over pair."""
     n = size_bytes // VALUE_BYTES[options.dtype]
-    ends = [_end(pair, n, find_codec(name, VALUE_TYPES[options.dtype])) for name in options.codecs]
+    codecs = [find_codec(name, VALUE_TYPES[options.dtype], device.type) for name in options.codecs]
+    ends = [_end(pair, n, codec, device) for codec in codecs]
     errors = [_error(end) for end in ends]
     cases = [Case(_nothing, run) for end in ends for run in (end.pingpong, end.stream)]
     timed = in_turns(pair, cases, options.rounds(size_bytes), options.warmup, stopping)
@@ -188,22 +209,24 @@ def _record(
         rel_error=finite(error.relative),
         ratio=ratio,
         library=library_name(),
+        device=options.device,
         bound_s=bound_s("p2p", size_bytes, 2, nodes, ratio, link),
         link_gb_s=link,
     )
 
 
-def _end(pair: MPI.Intracomm, n: int, codec: Codec) -> End:
-    x = torch.empty(n, dtype=codec.dtype)
-    unroll(pattern(0, codec.dtype), 0, x)
-    return End(pair, codec, x, torch.zeros_like(x))
+def _end(pair: MPI.Intracomm, n: int, codec: Codec, device: torch.device) -> End:
+    values = torch.empty(n, dtype=codec.dtype)
+    unroll(pattern(0, codec.dtype), 0, values)
+    x, memory = values.to(device), memory_for(device)
+    return End(pair, memory.carry(codec), memory, x, torch.zeros_like(x))
 
 
 def _error(end: End) -> Distance:
     end.out.fill_(torch.nan)
     end.pingpong()
     truth = expected("p2p", end.x.numel(), end.comm.rank, 2, end.codec, "")
-    return distance(end.out, truth, end.comm, check=False)
+    return distance(end.out.cpu(), truth, end.comm, check=False)
 
 
 def _peers(group: Group) -> list[tuple[int, int]]:

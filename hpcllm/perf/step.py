@@ -23,6 +23,7 @@ from hpcllm import config as configs
 from hpcllm.assemble import Parts, assemble
 from hpcllm.collectives import group_of
 from hpcllm.config import Config
+from hpcllm.device import synchronize
 from hpcllm.errors import ConfigError
 from hpcllm.metrics import KINDS, TRAFFIC, Traffic
 from hpcllm.perf.records import check_writable, write_whole
@@ -72,6 +73,7 @@ def _step_s(parts: Parts, number: int, comm: MPI.Intracomm) -> float:
     start = time.perf_counter()
     forward_backward(parts, number, number * parts.config.data.global_batch)
     parts.optimizer.update(parts.config.optimizer.learning_rate, 1.0)
+    synchronize(parts.device)  # or the update would be a part of the next step's time, of another policy
     return time.perf_counter() - start
 
 

@@ -112,6 +112,7 @@ class Rank:
                 torch.zeros(section.owned),
                 torch.zeros(section.owned),
                 SimpleNamespace(),  # no step is made
+                (),
             )
             for section in sections
         ]

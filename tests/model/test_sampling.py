@@ -43,7 +43,7 @@ def test_cached_logits_are_those_of_a_whole_pass(decoder):
         whole = decoder(tokens)
         for cuts in ([1] * model.max_sequence, [5, 1, 1, 3, 7], [16, 1], [1, 16], [17]):
             shape = (2, model.max_sequence, model.key_value_heads, model.head_dim)
-            cache = KeyValueCache(range(model.layers), shape, torch.float32)
+            cache = KeyValueCache(range(model.layers), shape, torch.empty(0))
             pieces = [decoder(piece, cache=cache) for piece in tokens.split(cuts, dim=1)]
             assert cache.length == model.max_sequence
             torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))

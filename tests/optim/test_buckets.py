@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from hpcllm.model.loss import cross_entropy_sum
 from hpcllm.model.shapes import split_layers
 from hpcllm.optim.buckets import GradientBuckets, make_buckets
 from hpcllm.optim.sections import BucketPlan, Groups, make_sections
+from hpcllm.optim.summation import Summation
 from hpcllm.policy import is_exact
 
 MODEL = ModelConfig(layers=4, hidden=24, heads=3, ffn=40, vocabulary=61, max_sequence=12, tied=True)
@@ -135,7 +137,7 @@ def test_a_shared_embedding_gets_the_sum_of_both_ends(comm):
         everything = sum(p.grad.double().square().sum().item() for p in stage.parameters())
         embedding = (1 + 10.0**last) ** 2 * MODEL.vocabulary * MODEL.hidden
         not_owned = embedding if last and mesh.pp.rank == last else 0
-        assert buckets.squared_norm() == pytest.approx(everything - not_owned, rel=1e-4)
+        assert buckets.squared_norm().item() == pytest.approx(everything - not_owned, rel=1e-4)
         buckets.worker.close()
 
 
@@ -197,17 +199,18 @@ def test_buckets_are_submitted_in_one_order_and_not_too_early_in_whatever_order_
     coming = [name for name in parameters for _ in range(additions)]
     with open_mesh(MPI.COMM_SELF, MeshConfig()) as mesh:
         buckets = buckets_of(model, mesh, bucket_bytes, additions=additions, memory=torch.zeros)
-    for step in range(2):
+    for step, alone in enumerate((False, False, True)):
         buckets.worker = Listed()
         buckets.begin(step, exact=False)
         left.update(coming)
         chance.shuffle(coming)
-        for name in coming:
-            left[name] -= 1
-            buckets.added(parameters[name])
-            submitted = [job.args[0] for job in buckets.worker.jobs]
-            assert not any(left[done] for bucket in submitted for done in names_of(bucket))
-        assert submitted == buckets.buckets
+        with mock.patch.object(Summation, "is_alone", alone):
+            for name in coming:
+                left[name] -= 1
+                buckets.added(parameters[name])
+                submitted = [job.args[0] for job in buckets.worker.jobs]
+                assert not any(left[done] for bucket in submitted for done in names_of(bucket))
+        assert submitted == ([] if alone else buckets.buckets)  # nobody to sum with: nothing to do
 
 
 def test_a_parameter_without_gradient_is_our_own_mistake(alone):
@@ -226,7 +229,7 @@ def test_the_norm_is_that_of_all_gradients(alone, bucket_bytes):
     buckets = buckets_of(model, alone, bucket_bytes)
     one_step(model, buckets, 0)
     want = sum(p.grad.double().square().sum().item() for p in model.parameters())
-    assert buckets.squared_norm() == pytest.approx(want, rel=1e-5)
+    assert buckets.squared_norm().item() == pytest.approx(want, rel=1e-5)
     assert buckets.is_finite()
     next(model.parameters()).grad.view(-1)[-1] = float("inf")
     assert not buckets.is_finite()

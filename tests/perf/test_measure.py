@@ -180,11 +180,11 @@ def test_one_rank_that_is_asked_to_stop_ends_the_measurement_with_what_there_is(
         ({"algorithms": ("rnig",)}, "'rnig' is unknown; valid for allreduce: mpi, native, auto"),
         ({"algorithms": ("mpi",), "codecs": ("bf16",)}, "nothing to measure: mpi bf16 left out"),
         ({"sizes": (1 << 45,)}, "GB a rank"),
-        ({"device": "cuda"}, "sees no GPU"),
+        ({"device": "gpu"}, "sees none"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_on_all_ranks(comm, capsys, changes, said):
-    if "device" in changes and torch.cuda.is_available():
+    if "device" in changes and torch.accelerator.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(ConfigError) as refused:
         collective.run("allreduce", options(**changes), comm, never)
