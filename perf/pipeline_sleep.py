@@ -74,7 +74,7 @@ class SleepingDecoder(nn.Module):
 
     def __init__(self, span: StageSpan, seconds: Seconds) -> None:
         super().__init__()
-        self.span, self.seconds, self.tp = span, seconds, ALONE
+        self.span, self.seconds, self.tp, self.device = span, seconds, ALONE, torch.device("cpu")
         self.embedding = nn.Embedding(HIDDEN, HIDDEN) if span.has_embedding else nn.Identity()
 
     def hidden_states(self, x: Tensor, later: object | None) -> Tensor:
