@@ -27,7 +27,7 @@ unpack() { # PACKAGE NEEDS...: the package in $folder/PACKAGE, its own paths cha
         cd "$folder/$package"
         for path in etc/lmod etc/environment-modules usr/share/lmod usr/share/modules usr/lib/*/modulecmd.tcl \
             usr/lib/*/libtclenvmodules.so; do
-            if [ -e "$path" ]; then grep -rlIF "/$path" . | xargs -r sed -i "s|/$path|$PWD/$path|g"; fi
+            if [ -e "$path" ]; then { grep -rlIF "/$path" . || :; } | xargs -r sed -i "s|/$path|$PWD/$path|g"; fi
         done
     )
 }
