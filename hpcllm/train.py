@@ -109,9 +109,8 @@ def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: b
         wishes.over()
         is_finished = step >= config.run.steps
         if is_finished and (wish.stops or not pace.all_steps):  # a run that is to stop saves first
-            checked = _validate(
-                parts, step, log if pace.all_steps else None, spending
-            )  # else it stands in the log already
+            unlogged = log if pace.all_steps else None  # else it stands in the log already
+            checked = _validate(parts, step, unlogged, spending)
         taken = spending.over(step, "" if is_finished else wish.why)
         return _summary(parts, pace, step, first, loss, checked, saving.newest, wish, taken)
 

@@ -32,6 +32,7 @@ from mpi4py import MPI
 
 import hpcllm
 from hpcllm.errors import StallError
+from hpcllm.hardware.libraries import mpi_libraries
 from hpcllm.messages import buffers
 from hpcllm.messages.gpu_aware_trial import SIZES, STARTED, pattern
 from hpcllm.waiting import Waits, name_rank
@@ -142,7 +143,7 @@ def _try_in_ring(comm: MPI.Intracomm, device: torch.device) -> Reach:
 
 
 def _said_by_library(device: torch.device, why_asked: str) -> Reach:
-    says = library_says(MPI.Get_library_version(), _kind(device), os.environ, _mapped_files(), _call)
+    says = library_says(MPI.Get_library_version(), _kind(device), os.environ, " ".join(mpi_libraries()), _call)
     if says is None:
         return Reach(False, f"{why_asked}, and the library does not say that it is GPU-aware")
     return Reach(says, f"{why_asked}; the library says {'yes' if says else 'no'}")
@@ -153,8 +154,8 @@ def library_says(
 ) -> bool | None:
     """What the MPI library says of devices of that kind (CUDA, HIP, ...), None for nothing. Pure but for `call`.
 
-    version: MPI's text. mapped: /proc/self/maps. call(name, *arguments): a C function of the library's, None if it has
-    none of that name.
+    version: MPI's text. mapped: paths of its loaded files. call(name, *arguments): a C function of the library's,
+    None if it has none of that name.
     """
     if "CRAY MPICH" in version.upper():
         return environment.get("MPICH_GPU_SUPPORT_ENABLED") == "1" and "libmpi_gtl_" in mapped
@@ -174,17 +175,9 @@ def _kind(device: torch.device) -> int | None:
     return LEVEL_ZERO if device.type == "xpu" else None
 
 
-def _mapped_files() -> str:
-    try:
-        return Path("/proc/self/maps").read_text(errors="replace")
-    except OSError:
-        return ""
-
-
 def _call(name: str, *arguments: object) -> int | None:
     """A C function of the MPI library in this process; None if there is none of that name."""
-    libraries = {line.split(maxsplit=5)[-1] for line in _mapped_files().splitlines() if "/libmpi" in line}
-    for path in [None, *sorted(libraries)]:
+    for path in [None, *mpi_libraries()]:
         try:
             answer: int = getattr(ctypes.CDLL(path), name)(*arguments)
         except (OSError, AttributeError, ValueError):

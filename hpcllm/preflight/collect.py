@@ -22,6 +22,7 @@ import hpcllm
 from hpcllm import device
 from hpcllm.errors import HpcllmError
 from hpcllm.hardware.devices import numa_of_pci
+from hpcllm.hardware.libraries import mpi_libraries
 from hpcllm.hardware.node import allowed_cores
 from hpcllm.preflight.facts import Device, Library, RankFacts
 
@@ -60,7 +61,7 @@ def rank_facts(wish: str, node_rank: int) -> RankFacts:
 
 def library(faults: list[str]) -> Library:
     """The MPI that runs us."""
-    files = _loaded_libraries()
+    files = mpi_libraries()
     own = next((path for path in files if Path(path).name.startswith(("libmpi.", "libmpi_cray", "libmpich"))), "")
     try:
         large = _takes_large_counts()
@@ -98,15 +99,6 @@ def _takes_large_counts() -> bool:
         except (MPI.Exception, OverflowError):
             return False
     return True
-
-
-def _loaded_libraries() -> list[str]:
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
-            found = {line[line.index("/") :].strip() for line in lines if "/libmpi" in line}
-    except OSError:
-        return []
-    return sorted(found)
 
 
 def _device(wish: str, node_rank: int, faults: list[str]) -> tuple[Device | None, str]:

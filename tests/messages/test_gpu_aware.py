@@ -85,8 +85,9 @@ def test_what_libraries_say_of_themselves(version, kind, environment, mapped, ca
 def test_this_library_is_asked_by_the_name_that_it_has():
     from mpi4py import MPI
 
-    from hpcllm.messages.gpu_aware import _call, _mapped_files
+    from hpcllm.hardware.libraries import mpi_libraries
+    from hpcllm.messages.gpu_aware import _call
 
     version = MPI.Get_library_version()
     if "Open MPI" in version or version.startswith("MPICH"):
-        assert library_says(version, CUDA, os.environ, _mapped_files(), _call) in (True, False)
+        assert library_says(version, CUDA, os.environ, " ".join(mpi_libraries()), _call) in (True, False)
