@@ -95,7 +95,7 @@ class Spending:
 
     def over(self, step: int, stopped_by: str) -> Record:
         """The last words of a start, for the log and for the table that ends it. Collective over the mesh."""
-        rest = self._so_far() - self._reported
+        rest = self._so_far(last=True) - self._reported
         energy = rest[[SPENT.index("joules"), SPENT.index("gpu_joules")]]
         self.parts.control.allreduce(
             self.parts.mesh.world, energy, lambda: "all nodes to say how much energy they took"
@@ -108,8 +108,8 @@ class Spending:
             self.log.note({"step": step, "end": {"time": now(), "stopped_by": stopped_by}, **total})
         return total
 
-    def _so_far(self) -> Spent:
-        energy = self.meter.joules() if self.meter else Joules(0.0, 0.0)
+    def _so_far(self, last: bool = False) -> Spent:
+        energy = self.meter.joules(last) if self.meter else Joules(0.0, 0.0)
         is_read = self.meter is not None and not self.meter.lost
         waits = [self.laps.seconds["waited"], traffic(self.parts.tp)[0]]
         return np.array([*(self.laps.seconds[lap] for lap in (*STEP, *BETWEEN)), *waits, *energy, is_read])

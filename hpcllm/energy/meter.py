@@ -57,10 +57,10 @@ class Meter:
     def __post_init__(self) -> None:
         self.joules()
 
-    def joules(self) -> Joules:
-        """So far; from then on the same once the source is lost."""
+    def joules(self, last: bool = False) -> Joules:
+        """So far; from then on the same once the source is lost. last: read it, however short ago that was done."""
         with self._lock:
-            if not self.lost and time.monotonic() - self._read_s >= self.source.fresh_s:
+            if not self.lost and (last or time.monotonic() - self._read_s >= self.source.fresh_s):
                 self._look()
         return Joules(*(sum(self._gained_j[k] for k in part) for part in (self.source.counted, self.source.of_devices)))
 

@@ -56,8 +56,8 @@ import hashlib, pathlib, sys
 root = sys.argv[1]
 names = ("pyproject.toml", "jobscripts/local/constraints.txt")
 texts = [(pathlib.Path(root) / name).read_text(encoding="utf-8") for name in names]
-for parts in ([sys.version, sys.base_prefix, root], texts):
-    print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
+keys = (hashlib.sha256("\0".join(parts).encode()).hexdigest() for parts in ([sys.version, sys.base_prefix, root], texts))
+sys.stdout.write("\n".join(keys) + "\n")  # in one piece, for who reads the first line may close the pipe after it
 PYTHON
 }
 

@@ -49,17 +49,18 @@ def folder_of(comm, name: str) -> Path:
 
 @contextmanager
 def burning(sysfs: Path, joules_a_tick: float) -> Iterator[None]:
-    """While open the node's counter rises."""
-    over, spent = threading.Event(), 0.0
+    """While open the node's counter rises, from where it stands."""
+    over, counter = threading.Event(), sysfs / "cray" / "pm_counters" / "energy"
+    joules = float(counter.read_text().split()[0]) if counter.exists() else 0.0
 
     def burn() -> None:
-        nonlocal spent
+        nonlocal joules
         while not over.wait(TICK_S) and sysfs.exists():
-            spent += joules_a_tick
+            joules += joules_a_tick
             aside = sysfs / "cray" / "energy.tmp"
             if aside.parent.exists():
-                aside.write_text(f"{1e6 + spent:.0f} J 1 us\n")
-                aside.replace(sysfs / "cray" / "pm_counters" / "energy")
+                aside.write_text(f"{joules:.0f} J 1 us\n")
+                aside.replace(counter)
 
     thread = threading.Thread(target=burn)
     thread.start()
