@@ -197,7 +197,7 @@ def _two_step_allreduce(size: float, coding: Coding, shape: Shape, rates: Rates)
 def _two_step_s(size: float, far_s: float, coding: Coding, shape: Shape, rates: Rates) -> float:
     """All but the messages inside a node."""
     work = _scattered_sum_s(size, coding, shape) + _encoded_s(size / shape.ranks, coding) + _placed_s(size, coding)
-    segments = _turns(size, shape)
+    segments = _turns(size, shape, rates)
     start = 2 * (_latency_s(shape, rates) + (shape.ranks - 1) * segments * rates.message_s)
     return start + _overlapped(work, (0.0, far_s), segments)
 
@@ -205,14 +205,14 @@ def _two_step_s(size: float, far_s: float, coding: Coding, shape: Shape, rates: 
 def _two_step_reduce_scatter(size: float, coding: Coding, shape: Shape, rates: Rates) -> float:
     chunk, others = size / shape.ranks, shape.ranks - 1
     wire = _spread(others * chunk / coding.ratio, shape, rates)
-    segments = _turns(size, shape)
+    segments = _turns(size, shape, rates)
     start = _latency_s(shape, rates) + others * segments * rates.message_s
     return start + _overlapped(_scattered_sum_s(size, coding, shape), wire, segments)
 
 
-def _turns(size: float, shape: Shape) -> float:
-    """In a turn a rank sends SEGMENT_BYTES to all others together, but no less than an eighth of that to each."""
-    return _segments(size / shape.ranks, SEGMENT_BYTES / min(shape.ranks - 1, 8))
+def _turns(size: float, shape: Shape, rates: Rates) -> float:
+    """In a turn a rank sends turn_bytes to all others together, but no less than an eighth of that to each."""
+    return _segments(size / shape.ranks, rates.turn_bytes / min(shape.ranks - 1, 8))
 
 
 def _scattered_sum_s(size: float, coding: Coding, shape: Shape) -> float:
