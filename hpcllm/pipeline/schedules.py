@@ -82,6 +82,20 @@ SCHEDULES = {
 
 def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """The schedule of a name in SCHEDULES; chunks None: the usual ones. Raises ScheduleError."""
+    placement, work = make_work(name, ranks, microbatches, chunks)
+    return Schedule(name, placement, microbatches, with_messages(placement, work))
+
+
+def make_work(
+    name: str, ranks: int, microbatches: int, chunks: int | None = None
+) -> tuple[Placement, list[list[Action]]]:
+    """The same without messages: what each rank computes, in its order. Raises ScheduleError."""
+    placement = make_placement(name, ranks, microbatches, chunks)
+    return placement, [list(SCHEDULES[name].order(placement, microbatches, rank)) for rank in range(ranks)]
+
+
+def make_placement(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Placement:
+    """Of the same, which says whether there is such a schedule. Raises ScheduleError."""
     if name not in SCHEDULES:
         raise ScheduleError(f"there is no schedule {_short(name)}; there are {', '.join(SCHEDULES)}")
     kind = SCHEDULES[name]
@@ -93,8 +107,7 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None =
             f"{name} divides a rank's part of the model into {usual} chunk{'s' * (usual > 1)}, not {chunks}; "
             f"chunks = {usual} works, and so does interleaved with chunks = {chunks}"
         )
-    work = [list(kind.order(placement, microbatches, rank)) for rank in range(ranks)]
-    return Schedule(name, placement, microbatches, with_messages(placement, work))
+    return placement
 
 
 def forward_only(placement: Placement, microbatches: int) -> Schedule:
