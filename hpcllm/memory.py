@@ -27,7 +27,7 @@ from hpcllm.assemble import Parts
 from hpcllm.device import memory_module
 from hpcllm.metrics import Log, resident_gb
 from hpcllm.optim.pieces import MODEL
-from hpcllm.plan.memory import predict
+from hpcllm.plan.memory.of_run import predict
 from hpcllm.printable import size_text
 
 STAYS = ("parameters", "gradients", "optimizer")

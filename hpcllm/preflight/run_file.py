@@ -25,7 +25,7 @@ from hpcllm.hardware.node import node_name
 from hpcllm.layout import check_layout, schedule_of
 from hpcllm.model.shapes import parameter_count
 from hpcllm.pipeline.checker import check
-from hpcllm.plan.memory import ITEM_BYTES, RankMemory, predict
+from hpcllm.plan.memory.of_run import ITEM_BYTES, RankMemory, predict
 from hpcllm.preflight.facts import Allocation, Node
 from hpcllm.preflight.findings import MOST_NODES, Finding
 from hpcllm.preflight.gather import Crew

@@ -25,7 +25,7 @@ from hpcllm.config import Config, traffic_codecs
 from hpcllm.layout import recompute_of, spans_of
 from hpcllm.model.shapes import StageSpan
 from hpcllm.pipeline.placement import Placement
-from hpcllm.plan.memory import ITEM_BYTES, parameter_sizes
+from hpcllm.plan.memory.of_run import ITEM_BYTES, parameter_sizes
 from hpcllm.policy import FEEDBACK, TRAFFIC, is_exact
 
 Bytes = NDArray[np.float64]

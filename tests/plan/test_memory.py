@@ -18,7 +18,7 @@ from hpcllm.checkpoint.state import holdings
 from hpcllm.config import Config
 from hpcllm.data.prepare import PrepareOptions, prepare
 from hpcllm.memory import STAYS, STEP, counting, measured, predicted
-from hpcllm.plan.memory import predict
+from hpcllm.plan.memory.of_run import predict
 from hpcllm.saving import run_state, surplus_of
 from hpcllm.step import forward_backward
 

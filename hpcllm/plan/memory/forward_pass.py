@@ -15,8 +15,8 @@ Not counted: a few numbers a token of the loss, and what one operation of PyTorc
 from __future__ import annotations
 
 from hpcllm.model.shapes import StageSpan
-from hpcllm.plan.ledger import Ledger, Use
-from hpcllm.plan.sizes import Sizes
+from hpcllm.plan.memory.ledger import Ledger, Use
+from hpcllm.plan.memory.sizes import Sizes
 
 
 def forward(s: Sizes, span: StageSpan) -> Use:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpcllm.model.shapes import StageSpan
-from hpcllm.plan.forward_pass import block, core, forward, head_keeps_input, norm, norm_keeps, raw
-from hpcllm.plan.ledger import Ledger, Use
-from hpcllm.plan.sizes import Sizes
+from hpcllm.plan.memory.forward_pass import block, core, forward, head_keeps_input, norm, norm_keeps, raw
+from hpcllm.plan.memory.ledger import Ledger, Use
+from hpcllm.plan.memory.sizes import Sizes
 
 
 def backward(s: Sizes, span: StageSpan) -> Use:

@@ -20,21 +20,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpcllm.codecs.names import parse_name
-from hpcllm.config import Config, traffic_codecs
+from hpcllm.config import Config, ModelConfig, traffic_codecs
 from hpcllm.layout import recompute_of, spans_of
 from hpcllm.model.shapes import StageSpan, parameter_shapes
 from hpcllm.model.shards import shard_of, split_dim
 from hpcllm.optim.flat import Flat, Traits, lay_out
-from hpcllm.pipeline.actions import Action, Op
-from hpcllm.pipeline.messages import other_end
+from hpcllm.pipeline.actions import Op
 from hpcllm.pipeline.schedules import Schedule
-from hpcllm.plan.backward_pass import backward, second_half
-from hpcllm.plan.forward_pass import forward
-from hpcllm.plan.ledger import Use
-from hpcllm.plan.sizes import Level, Sizes
+from hpcllm.plan.memory.backward_pass import backward, second_half
+from hpcllm.plan.memory.forward_pass import forward
+from hpcllm.plan.memory.moments import PassUses, moments_of, peak
+from hpcllm.plan.memory.sizes import Level, Sizes
 from hpcllm.policy import FEEDBACK, is_exact
 
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -67,9 +66,15 @@ def predict(config: Config, schedule: Schedule, pp_rank: int, tp_rank: int = 0) 
     placement = schedule.placement
     spans = spans_of(config, placement)
     stages = [placement.stage(pp_rank, chunk) for chunk in range(placement.chunks)]
-    sizes = parameter_sizes(config, [spans[stage] for stage in stages], tp_rank)
     levels = recompute_of(config, placement)
-    chunks = [(_sizes(config, levels[stage], tp_rank), spans[stage]) for stage in stages]
+    chunks = [(chunk_sizes(config, levels[stage], tp_rank), spans[stage]) for stage in stages]
+    kept = between_passes(config, [spans[stage] for stage in stages], tp_rank)
+    return replace(kept, activations=_activations(config, schedule, pp_rank, chunks))
+
+
+def between_passes(config: Config, spans: Sequence[StageSpan], tp_rank: int = 0) -> RankMemory:
+    """The same without activations, of ranks that have these parts of the model."""
+    sizes = parameter_sizes(config, spans, tp_rank)
     n, item_bytes, shard = sum(sizes.values()), ITEM_BYTES[config.precision.compute], config.optimizer.shard
     share = math.ceil(n / config.mesh.dp)
     updated = n if shard == "none" else share
@@ -77,19 +82,24 @@ def predict(config: Config, schedule: Schedule, pp_rank: int, tp_rank: int = 0) 
         parameters=item_bytes * (share if shard == "all" else n),
         gradients=4 * (n if shard in ("none", "states") else share),
         optimizer=(12 if _keeps_master(config) else 8) * updated,
-        activations=_activations(config, schedule, pp_rank, chunks),
+        activations=0,
         buffers=_buffers(config, sizes) + _surplus(config, sizes),
-        checkpoint=_checkpoint(config, sizes, pp_rank, tp_rank),
+        checkpoint=_checkpoint(config, sizes, any(span.has_embedding for span in spans), tp_rank),
     )
 
 
 def parameter_sizes(config: Config, spans: Sequence[StageSpan], tp_rank: int) -> dict[str, int]:
     """Elements that a rank has of each of its parameters; a tied embedding that is first and last there is one."""
-    shapes = {name: shape for span in spans for name, shape in parameter_shapes(config.model, span).items()}
-    return {name: math.prod(shard_of(name, shape, tp_rank, config.mesh.tp)[1]) for name, shape in shapes.items()}
+    return split_sizes(config.model, spans, config.mesh.tp, tp_rank)
 
 
-def _sizes(config: Config, level: str, tp_rank: int) -> Sizes:
+def split_sizes(model: ModelConfig, spans: Sequence[StageSpan], tp: int, tp_rank: int = 0) -> dict[str, int]:
+    """The same, of a model whose layers tp ranks share."""
+    shapes = {name: shape for span in spans for name, shape in parameter_shapes(model, span).items()}
+    return {name: math.prod(shard_of(name, shape, tp_rank, tp)[1]) for name, shape in shapes.items()}
+
+
+def chunk_sizes(config: Config, level: str, tp_rank: int = 0) -> Sizes:
     rows = shard_of("embedding.weight", (config.model.vocabulary, 1), tp_rank, config.mesh.tp)[1][0]
     return Sizes(
         model=config.model,
@@ -115,91 +125,21 @@ def _keeps_master(config: Config) -> bool:
     return config.precision.compute != "fp32" or (gathered and is_lossy)
 
 
-@dataclass(frozen=True)
-class _Passes:
-    """What the passes of a microbatch through one chunk take."""
-
-    forward: Use
-    backward: Use
-    weights: Use
-
-
-def _passes(sizes: Sizes, span: StageSpan) -> _Passes:
-    return _Passes(forward(sizes, span), backward(sizes, span), second_half(sizes, span))
-
-
 def _activations(config: Config, schedule: Schedule, pp_rank: int, chunks: Sequence[tuple[Sizes, StageSpan]]) -> int:
     """The peak over one step: what is kept of each microbatch, messages, and what the work at hand takes."""
-    row = schedule.actions[pp_rank]
-    halves = {action.chunk for action in row if action.op is Op.BACKWARD_INPUT}
-    by_chunk = [_passes(sizes.with_split(chunk in halves), span) for chunk, (sizes, span) in enumerate(chunks)]
-    targets = 8 * config.data.global_batch // config.mesh.dp * config.data.sequence_length
-    messages = _Messages(schedule, pp_rank, chunks[0][0].residual)
-    kept, peak = targets, targets
-    for action in row:
-        use = _use(by_chunk[action.chunk], action)
-        messages.before(action)
-        peak = max(peak, kept + messages.held + use.peak)
-        kept += use.net
-        messages.after(action, chunks[action.chunk][1])
-    return peak
+    halves = {action.chunk for action in schedule.actions[pp_rank] if action.op is Op.BACKWARD_INPUT}
+    uses = [pass_uses(sizes.with_split(chunk in halves), span) for chunk, (sizes, span) in enumerate(chunks)]
+    return target_bytes(config) + peak(moments_of(schedule, pp_rank), uses, chunks[0][0].residual)
 
 
-def _use(passes: _Passes, action: Action) -> Use:
-    match action.op:
-        case Op.FORWARD:
-            return passes.forward
-        case Op.BACKWARD | Op.BACKWARD_INPUT:
-            return passes.backward
-        case Op.BACKWARD_WEIGHT:
-            return passes.weights
-    return Use(0, 0)
+def pass_uses(sizes: Sizes, span: StageSpan) -> PassUses:
+    """Of a microbatch through one chunk."""
+    return PassUses(forward(sizes, span), backward(sizes, span), second_half(sizes, span))
 
 
-@dataclass
-class _Messages:
-    """Hidden states and their gradients at the ends of a rank's chunks: received, handed over, waiting to leave.
-
-    Receive buffers are used again and never given back; what is sent is there until the next send finds it gone.
-    """
-
-    schedule: Schedule
-    rank: int
-    size: int  # bytes of one
-    pool: int = 0  # receive buffers
-    taken: int = 0  # of them
-    here: int = 0  # handed over between chunks of this rank, or made and not yet sent
-    leaving: int = 0
-
-    @property
-    def held(self) -> int:
-        return self.size * (self.pool + self.here + self.leaving)
-
-    def before(self, action: Action) -> None:
-        if action.op in (Op.RECV_FORWARD, Op.RECV_BACKWARD):
-            self.taken += 1
-            self.pool = max(self.pool, self.taken)
-
-    def after(self, action: Action, span: StageSpan) -> None:
-        op = action.op
-        if op in (Op.SEND_FORWARD, Op.SEND_BACKWARD):
-            self.here, self.leaving = self.here - 1, 1
-        if op is Op.FORWARD and not span.has_head:
-            self.here += 1
-        if op in (Op.BACKWARD, Op.BACKWARD_INPUT) and not span.has_embedding:
-            self.here += 1
-            self._release(Op.RECV_FORWARD, action)
-        if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT) and not span.has_head:
-            self._release(Op.RECV_BACKWARD, action)
-
-    def _release(self, receive: Op, action: Action) -> None:
-        """The memory that a pass read from: a receive buffer, or a tensor of another chunk of this rank."""
-        other = Action(receive, action.microbatch, action.chunk)
-        peer, _ = other_end(self.schedule.placement, self.rank, other)
-        if peer == self.rank:
-            self.here -= 1
-        else:
-            self.taken -= 1
+def target_bytes(config: Config) -> int:
+    """Of a step's tokens, as numbers of 64 bits."""
+    return 8 * config.data.global_batch // config.mesh.dp * config.data.sequence_length
 
 
 def _buffers(config: Config, sizes: Mapping[str, int]) -> int:
@@ -231,7 +171,7 @@ def _surplus(config: Config, sizes: Mapping[str, int]) -> int:
     return 4 * sum(size for name, size in sizes.items() if not is_exact(name, config.communication.exact))
 
 
-def _checkpoint(config: Config, sizes: Mapping[str, int], pp_rank: int, tp_rank: int) -> int:
+def _checkpoint(config: Config, sizes: Mapping[str, int], is_first: bool, tp_rank: int) -> int:
     """Of each parameter once in the job: a tied embedding on the first stage, what tp does not split on its first rank.
 
     None where the loop writes by itself, as it does at the end of a run.
@@ -241,7 +181,7 @@ def _checkpoint(config: Config, sizes: Mapping[str, int], pp_rank: int, tp_rank:
     written = sum(
         size
         for name, size in sizes.items()
-        if (pp_rank == 0 or name != "embedding.weight") and (tp_rank == 0 or split_dim(name) is not None)
+        if (is_first or name != "embedding.weight") and (tp_rank == 0 or split_dim(name) is not None)
     )
     item_bytes = ITEM_BYTES[config.precision.compute] + (12 if _keeps_master(config) else 8)
     surplus = _surplus(config, sizes) if config.checkpoint.feedback else 0

@@ -1,0 +1,162 @@
+"""One way to lay a training run out over devices, and how to say it in a line.
+
+    tp=8,pp=8,dp=2,micro_batch=2,chunks=1,schedule=1f1b,recompute=full,shard=states,precision=bf16
+
+    devices = dp x pp x tp        global_batch = dp x microbatches x micro_batch
+
+What a key may hold is checked here, by itself; what must fit together with a model and a machine: fitting.py. Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from hpcllm.errors import ConfigError
+from hpcllm.policy import POLICIES
+from hpcllm.rules import checked, nearest
+
+Attention = Literal["flash", "flash1", "materialized", "unfused"]
+Trainer = Literal["hpcllm", "megatron"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+Shard = Literal["none", "states", "states+gradients", "all"]
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Keys as in a run file, where it has them. Raises ConfigError for a value that no layout can have."""
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    micro_batch: int = 1  # samples of a microbatch
+    chunks: int = 1  # virtual stages a rank
+    schedule: Schedule = "1f1b"
+    recompute: Recompute = "none"
+    shard: Shard = "none"
+    sequence_parallel: bool = False
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    # flash: scores never leave the chip (FlashAttention 2); flash1: its first version; materialized: scores in memory,
+    # mask, scale and softmax one kernel (Megatron-LM); unfused: each operation a kernel of PyTorch's
+    attention: Attention = "flash"
+    # unfused: a kernel for each operation, in float32; usual: so of RMSNorm, while LayerNorm is one kernel
+    norm: Literal["usual", "fused", "unfused"] = "usual"
+    policy: str = "none"  # codecs, as communication.policy
+    order: str = "tp,dp,pp"  # fastest-varying axis first: neighbours in rank share a node
+    # whose order of work and whose bytes: ours, or those of Megatron-LM and DeepSpeed, as in published tables
+    trainer: Trainer = "hpcllm"
+    gradient_bytes: int = 0  # of each parameter's gradient, all copies; 0: what the trainer keeps
+
+    def __post_init__(self) -> None:
+        for key in layout_types():
+            _check_value(key, getattr(self, key))
+        for key in ("dp", "pp", "tp", "micro_batch", "chunks"):
+            if not 1 <= getattr(self, key) < 1 << 24:
+                raise ConfigError(f"layout.{key} = {getattr(self, key)} is out of range; valid: from 1")
+        if self.policy not in POLICIES:
+            raise ConfigError(f"layout.policy = {self.policy!r} is unknown; {nearest(self.policy, POLICIES)}")
+        checked("mesh.order", self.order, str)
+
+    @property
+    def devices(self) -> int:
+        return self.dp * self.pp * self.tp
+
+    @property
+    def item_bytes(self) -> int:
+        """Of a weight or an activation."""
+        return 4 if self.precision == "fp32" else 2
+
+    def microbatches(self, global_batch: int) -> int:
+        """Of a replica in a step. Raises ConfigError."""
+        count, rest = divmod(global_batch, self.dp * self.micro_batch)
+        if rest or not count:
+            raise ConfigError(
+                f"global_batch = {global_batch} is not dp x micro_batch x a whole number, with dp = {self.dp} and "
+                f"micro_batch = {self.micro_batch}; valid: multiples of {self.dp * self.micro_batch}"
+            )
+        return count
+
+    def text(self) -> str:
+        """What parse_layout reads: all that is not as it is by default, and the trainer."""
+        changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default or f.name == "trainer"]
+        return ",".join(f"{f.name}={_spelt(getattr(self, f.name))}" for f in changed)
+
+
+@lru_cache(maxsize=1)
+def layout_types() -> dict[str, Any]:
+    """Key -> what it may hold."""
+    return typing.get_type_hints(Layout)
+
+
+@lru_cache(maxsize=1 << 12, typed=True)
+def _check_value(key: str, value: Any) -> None:
+    """Remembered, for a search makes tens of thousands of layouts."""
+    checked(f"layout.{key}", value, layout_types()[key])
+
+
+def parse_step(given: str | Mapping[str, Any] | Layout, global_batch: int | None) -> tuple[Layout, int]:
+    """A layout and the samples of a step, which may stand among its keys, too. Raises ConfigError."""
+    if not isinstance(given, Layout):
+        values = parse_pairs("layout", given) if isinstance(given, str) else dict(given)
+        told = values.pop("global_batch", global_batch)
+        if global_batch not in (None, told):
+            raise ConfigError(f"global_batch is {global_batch}, but the layout says {told}; leave one of the two out")
+        given, global_batch = parse_layout(values), told
+    if type(global_batch) is not int or not 1 <= global_batch < 1 << 40:
+        raise ConfigError(
+            f"global_batch = {global_batch!r} should be the samples of a step over all devices, from 1; usual are 1 to "
+            "4 million tokens, as 1024 samples of 2048"
+        )
+    return given, global_batch
+
+
+def parse_layout(given: str | Mapping[str, Any] | Layout, trainer: Trainer = "megatron") -> Layout:
+    """A layout from a line or a mapping; `trainer` if that names none. Raises ConfigError.
+
+    1f1b with several chunks is what others call the interleaved schedule; zb-v has two unless told otherwise.
+    """
+    if isinstance(given, Layout):
+        return given
+    values = parse_pairs("layout", given) if isinstance(given, str) else dict(given)
+    for key in values:
+        if key not in layout_types():
+            raise ConfigError(f"layout has no key {key!r}; {nearest(key, layout_types())}")
+    if values.get("schedule", "1f1b") == "1f1b" and values.get("chunks", 1) != 1:
+        values["schedule"] = "interleaved"
+    if values.get("schedule") == "zb-v":
+        values.setdefault("chunks", 2)
+    return Layout(**{"trainer": trainer, **values})
+
+
+def parse_pairs(what: str, text: str) -> dict[str, Any]:
+    """'a=1,b=x,c=true' -> {"a": 1, "b": "x", "c": True}. Raises ConfigError. A word may have commas: order=tp,dp,pp."""
+    pairs: dict[str, Any] = {}
+    for part in re.split(r",(?=[^,=]*=)", text):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not (key and equals and value):
+            raise ConfigError(f"--{what} {text!r}: {part!r} should read key=value")
+        if key in pairs:
+            raise ConfigError(f"--{what} {text!r} says {key} twice")
+        pairs[key] = _value(value)
+    return pairs
+
+
+def _value(word: str) -> Any:
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
+
+
+def _spelt(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
