@@ -1,0 +1,307 @@
+"""What a device runs in the passes of a microbatch: matrix products, fused attention, and kernels that only move bytes.
+
+    forward    norm [q k v] turn  attention  [output] drop+add   norm [up] act [down] drop+add        [...] products
+    backward   the same from its end: two products for each, g w for the input and g^T x for the weight, and the sum of
+               the gradients
+    again      what recomputation repeats in front of the backward pass: the block, or its attention
+
+Each kernel says its shape and what it reads and writes; roofline.py says how long that takes. Bytes follow from the
+operations, e the bytes of a value: a fused LayerNorm reads x and writes y, 2e a value; one of PyTorch's operations in
+float32 makes a pass over memory for each. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from hpcllm.config import ModelConfig
+from hpcllm.plan.layouts import Layout
+from hpcllm.plan.models import Model
+from hpcllm.plan.time.data_parallel import gradient_bytes
+
+Orientation = Literal["forward", "input", "weight"]  # x w^T, g w, g^T x
+SCORES = ("materialized", "unfused")  # kinds of attention that write their scores to memory
+
+
+@dataclass(frozen=True)
+class Product:
+    """An m x k matrix by a k x n one, `batch` times."""
+
+    m: float
+    n: float
+    k: float
+    batch: float = 1.0
+    orientation: Orientation = "forward"
+    item_bytes: int = 2
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k * self.batch
+
+    @property
+    def moved_bytes(self) -> float:
+        return self.batch * self.item_bytes * (self.m * self.k + self.k * self.n + self.m * self.n)
+
+
+@dataclass(frozen=True)
+class Flash:
+    """Causal attention that keeps its scores on the chip: of all heads of a microbatch."""
+
+    heads: float  # of all its samples
+    sequence: float
+    channels: float  # of a head
+    backward: bool
+    first_version: bool
+    item_bytes: int = 2
+
+    @property
+    def flops(self) -> float:
+        """As if no score were masked, nothing made again."""
+        return (8.0 if self.backward else 4.0) * self.heads * self.sequence**2 * self.channels
+
+    @property
+    def moved_bytes(self) -> float:
+        return (8 if self.backward else 4) * self.heads * self.sequence * self.channels * self.item_bytes
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A kernel, or several, that go over memory. kernel: as kernel_times.py calls it, where that measures it."""
+
+    kernel: str
+    values: float
+    value_bytes: float  # read and written for each value
+    launches: int = 1
+
+    @property
+    def moved_bytes(self) -> float:
+        return self.values * self.value_bytes
+
+
+Kernel = Product | Flash | Stream
+Kernels = tuple[Kernel, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The kernels of a part of the model, for one microbatch on one rank."""
+
+    forward: Kernels = ()
+    backward: Kernels = ()  # but weights' gradients
+    weight: Kernels = ()
+    again: Kernels = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """What decides the kernels of a microbatch on one rank."""
+
+    model: ModelConfig
+    sequence: int
+    samples: int
+    tp: int
+    sequence_parallel: bool
+    item_bytes: int
+    attention: str
+    fused_norm: bool
+    recompute: str
+    ours: bool  # hpcllm's own kernels, or those of Megatron-LM
+    sum_bytes: float  # moved to add a gradient to its sum
+
+    @property
+    def tokens(self) -> float:
+        return float(self.samples * self.sequence)
+
+    @property
+    def residual(self) -> float:
+        """Values of the residual stream: of a part of the sequence, where tp splits that."""
+        return self.tokens * self.model.hidden / (self.tp if self.sequence_parallel else 1)
+
+    @property
+    def heads(self) -> float:
+        """Of all samples."""
+        return self.samples * self.model.heads / self.tp
+
+    @property
+    def queries(self) -> float:
+        """Channels of all heads of this rank."""
+        return self.model.heads * self.model.head_dim / self.tp
+
+    @property
+    def keys(self) -> float:
+        return self.model.key_value_heads * self.model.head_dim / self.tp
+
+    @property
+    def dropout(self) -> bool:
+        """Whether the model is of the kind that others train with dropout: GPT's, with biases everywhere."""
+        return not self.ours and self.model.biases == "all"
+
+
+def microbatch_of(model: Model, layout: Layout) -> Microbatch:
+    """Without what the layout says of pipelines and replicas."""
+    kept = gradient_bytes(layout)
+    return Microbatch(
+        model=model.shape,
+        sequence=model.sequence,
+        samples=layout.micro_batch,
+        tp=layout.tp,
+        sequence_parallel=layout.sequence_parallel and layout.tp > 1,
+        item_bytes=layout.item_bytes,
+        attention="flash" if layout.trainer == "hpcllm" else layout.attention,
+        fused_norm=layout.norm == "fused" or (layout.norm == "usual" and model.shape.norm == "layernorm"),
+        recompute=layout.recompute,
+        ours=layout.trainer == "hpcllm",
+        sum_bytes=layout.item_bytes + (8.0 if kept >= 4 else 2.0 * layout.item_bytes),
+    )
+
+
+def linear(b: Microbatch, tokens: float, outputs: float, inputs: float) -> Piece:
+    """A layer of weights: its product, those of its gradients, and the sum of the weight's."""
+    e = b.item_bytes
+    return Piece(
+        (Product(tokens, outputs, inputs, 1.0, "forward", e),),
+        (Product(tokens, inputs, outputs, 1.0, "input", e),),
+        (Product(outputs, inputs, tokens, 1.0, "weight", e), Stream("accumulate", outputs * inputs, b.sum_bytes)),
+    )
+
+
+def norm(b: Microbatch) -> Piece:
+    """Fused: x in, y out; back x, g in, g out, and x, g once more for the weight. Otherwise about ten kernels of
+    PyTorch's, all but the first and last in float32."""
+    e, name = b.item_bytes, b.model.norm
+    if b.fused_norm:
+        forward, backward, launches = 2.0 * e, 5.0 * e, 1
+    else:
+        forward, backward, launches = 28.0 + 4 * e, 72.0 + 8 * e, 8
+    return Piece(
+        (Stream(f"{name}_forward", b.residual, forward, launches),),
+        (Stream(f"{name}_backward", b.residual, backward, 2 * launches),),
+    )
+
+
+def addition(b: Microbatch) -> Piece:
+    """The end of a branch: (bias, dropout with its mask, and) the sum with the residual stream; back the sum of both
+    branches' gradients."""
+    e, bias = b.item_bytes, 1 if b.model.biases == "all" else 0
+    there, back = (3 * e + 1, 3 * e + 1) if b.dropout else (3 * e, bias * e)
+    return Piece(
+        (Stream("add", b.residual, there),),
+        (Stream("add", b.residual, 3.0 * e), Stream("drop", b.residual, back, 2 * bool(back))),
+    )
+
+
+def activation(b: Microbatch) -> Piece:
+    """GELU is one kernel, with its bias; SwiGLU two, silu and the product."""
+    e, values = b.item_bytes, b.tokens * b.model.ffn / b.tp
+    if b.model.activation == "swiglu":
+        return Piece((Stream("swiglu_forward", values, 5.0 * e, 2),), (Stream("swiglu_backward", values, 9.0 * e, 3),))
+    bias = e if b.model.biases == "all" else 0
+    return Piece((Stream("gelu_forward", values, 2.0 * e),), (Stream("gelu_backward", values, 3.0 * e + bias, 2),))
+
+
+def rotary(b: Microbatch) -> Piece:
+    """x cos + turned x sin: four kernels, each way."""
+    if b.model.positions != "rotary":
+        return Piece()
+    values = b.tokens * (b.queries + b.keys) * b.model.turned_channels / b.model.head_dim
+    each = (9.0 if not b.ours else 14.0) * b.item_bytes
+    return Piece((Stream("rotary_forward", values, each, 8),), (Stream("rotary_backward", values, each, 8),))
+
+
+def core(b: Microbatch) -> Piece:
+    """Attention between its linear layers."""
+    return _written_core(b) if b.attention in SCORES else _fused_core(b)
+
+
+def _fused_core(b: Microbatch) -> Piece:
+    """Heads are laid next to their tokens, or back, around it."""
+    e, first = b.item_bytes, b.attention == "flash1"
+    sizes = (b.heads, float(b.sequence), float(b.model.head_dim))
+    order = Stream("order", b.tokens * (b.queries + b.keys), 2.0 * e)
+    # ours puts the tokens of a gathered sequence in their places: model/tensor_parallel.in_order
+    copied = b.tokens * (b.queries + 2 * b.keys) if b.ours and b.sequence_parallel else 0.0
+    places = (Stream("places", copied, 2.0 * e),) if copied else ()
+    return Piece((*places, order, Flash(*sizes, False, first, e)), (Flash(*sizes, True, first, e), order, *places))
+
+
+def _written_core(b: Microbatch) -> Piece:
+    """Two products a head, and between them mask, scale, softmax and dropout over the whole square of scores.
+
+    Megatron-LM's softmax is one kernel, 2e a score and back 3e; PyTorch's own operations are seven, in float32.
+    """
+    e, s, d, heads = b.item_bytes, float(b.sequence), float(b.model.head_dim), b.heads
+    scores = heads * s * s
+    drop = Stream("softmax", scores, 2.0 * e + 1 if b.dropout else 0.0)
+    order = Stream("order", b.tokens * (b.queries + b.keys), 2.0 * e, 3)
+    if b.attention == "materialized":
+        soft, back = Stream("softmax", scores, 2.0 * e), Stream("softmax", scores, 3.0 * e)
+    else:
+        soft, back = Stream("scores", scores, 20.0 + 4 * e, 7), Stream("scores", scores, 20.0 + 6 * e, 7)
+
+    def products(orientation: Orientation) -> Kernels:
+        return (Product(s, s, d, heads, orientation, e), Product(s, d, s, heads, orientation, e))
+
+    return Piece(
+        (*products("forward"), soft, drop, order), (*products("input"), *products("weight"), back, drop, order)
+    )
+
+
+def joined(*pieces: Piece) -> Piece:
+    def all_of(part: str) -> Kernels:
+        return tuple(kernel for piece in pieces for kernel in getattr(piece, part))
+
+    return Piece(all_of("forward"), all_of("backward"), all_of("weight"), all_of("again"))
+
+
+def block(b: Microbatch) -> Piece:
+    """One of the model's blocks, with what recomputation adds."""
+    m, t, up = b.model, b.tokens, b.model.ffn / b.tp
+    normed, turned, inside, active = norm(b), rotary(b), core(b), activation(b)
+    attention = (normed, *_columns(b, [b.queries, b.keys, b.keys]), turned, inside, linear(b, t, m.hidden, b.queries))
+    gates = 2 if m.activation == "swiglu" else 1
+    network = (normed, *_columns(b, [up] * gates), active, linear(b, t, m.hidden, up))
+    whole = joined(*attention, addition(b), *network, addition(b))
+    again = {
+        "none": (),
+        "selective": joined(normed, turned, inside, normed, active).forward if b.ours else inside.forward,
+        "full": whole.forward,
+    }
+    return replace(whole, again=again[b.recompute])
+
+
+def _columns(b: Microbatch, outputs: list[float]) -> list[Piece]:
+    """Layers that read one tensor: one product where others join their weights; ours are apart."""
+    if b.ours:  # the gradients that they give what they read are added up; over tp that is part of the products
+        sums = (Stream("add", b.tokens * b.model.hidden, 3.0 * b.item_bytes),) * (len(outputs) - 1) * (b.tp == 1)
+        return [*(linear(b, b.tokens, each, b.model.hidden) for each in outputs), Piece(backward=sums)]
+    return [linear(b, b.tokens, sum(outputs), b.model.hidden)]
+
+
+def embedding(b: Microbatch) -> Piece:
+    """Rows of the table; back, a gradient as large as the table, zero but for those rows, is added to its sum."""
+    e, table = b.item_bytes, b.model.vocabulary * b.model.hidden / b.tp
+    values = b.tokens * b.model.hidden
+    return Piece(
+        (Stream("embedding_forward", values, (3.0 if b.dropout else 2.0) * e, 3),),
+        (Stream("embedding_backward", values, 3.0 * e, 2), Stream("zero", table, float(e))),
+        (Stream("accumulate", table, b.sum_bytes),),
+    )
+
+
+def head(b: Microbatch) -> Piece:
+    """The last norm, the output layer and the loss; never recomputed. Scores are float32 from the product on: copied,
+    their largest taken, exponents, their sum, the softmax; back, the softmax less the target, in 16 bit."""
+    outputs = b.model.vocabulary / b.tp
+    scores, e = b.tokens * outputs, b.item_bytes
+    loss = Piece(
+        (Stream("loss_forward", scores, 36.0 + e, 6),),
+        (Stream("loss_backward", scores, 12.0 + e, 2),),
+    )
+    if b.ours and b.tp > 1:  # this rank's part of the normaliser: model/loss.py
+        loss = joined(loss, Piece((Stream("largest", scores, 4.0), Stream("largest", scores, 4.0))))
+    return joined(norm(b), linear(b, b.tokens, outputs, b.model.hidden), loss)
+
+
+def flops(kernels: Kernels) -> float:
+    return sum(kernel.flops for kernel in kernels if not isinstance(kernel, Stream))
