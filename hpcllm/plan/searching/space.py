@@ -1,0 +1,155 @@
+"""Which layouts of our trainer there are for so many devices, before anything is timed.
+
+    shape     tp, pp, dp, micro_batch       dp x pp x tp = devices, or fewer where none divides; samples divide, too
+    flavour   precision, sequence parallelism, codecs, order of ranks       what a pass of a microbatch depends on
+    leaf      schedule with chunks, shard
+    recompute none, selective, full: more only where less does not fit, for it only adds work
+
+A value is tried where it can matter: no schedule but 1f1b without stages, no codecs without messages. Pure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from hpcllm.pipeline.schedules import MOST_PASSES
+from hpcllm.plan.layouts import Layout, Recompute, Schedule, Shard
+from hpcllm.plan.machine import Machine
+from hpcllm.plan.memory.least import SHARDS
+from hpcllm.plan.models import Model
+from hpcllm.plan.searching.constraints import Constraints
+
+MOST_NODES = 4  # that tp ranks of a replica's stage spread over
+MOST_SAMPLES = 64  # of a microbatch; kernels are long enough by then
+CHUNKS = (2, 3, 4, 6, 8)  # of the interleaved schedule
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """Constraints narrow what is tried, or name what would not be."""
+
+    machine: Machine
+    model: Model
+    devices: int
+    global_batch: int
+    constraints: Constraints
+
+    def shapes(self, fewer: bool = False) -> Iterator[Layout]:
+        """tp, pp, dp and micro_batch. fewer: of less devices than all."""
+        meshes = self._meshes_of_fewer() if fewer else self._meshes()
+        for tp, pp, dp in meshes:
+            yield from self._cut(Layout(tp=tp, pp=pp, dp=dp))
+
+    def flavours(self, shape: Layout) -> Iterator[Layout]:
+        """What decides how long passes and messages take, besides the shape."""
+        choices = self._flavours(shape)
+        for values in itertools.product(*choices.values()):
+            yield replace(shape, **dict(zip(choices, values, strict=True)))
+
+    def count(self, shape: Layout) -> int:
+        """Layouts of this shape, what is made again left open."""
+        flavours = math.prod(len(values) for values in self._flavours(shape).values())
+        return flavours * len(self.shards(shape)) * sum(1 for _ in self.schedules(shape))
+
+    def _flavours(self, shape: Layout) -> dict[str, list[Any]]:
+        is_cut = shape.tp > 1 and self.model.sequence % shape.tp == 0
+        orders = ["tp,dp,pp"]
+        if shape.dp > 1 and shape.pp > 1 and shape.tp < self.machine.device.per_node < shape.devices:
+            orders.append("tp,pp,dp")
+        usual: dict[str, list[Any]] = {
+            "precision": [self._precision],
+            "sequence_parallel": [True, False] if is_cut else [False],
+            "policy": ["none", "hpcllm"] if shape.devices > 1 else ["none"],
+            "order": orders,
+        }
+        chosen = {key: self.constraints.choices(key, values) for key, values in usual.items()}
+        return {**chosen, "recompute": self.recompute[:1]}
+
+    def shards(self, shape: Layout) -> list[Shard]:
+        """What replicas hold a share of, from the least to the most."""
+        usual = ["none"] if shape.dp == 1 else ["none", "states", "states+gradients"]
+        if shape.dp > 1 and shape.pp == 1:
+            usual.append("all")
+        chosen = sorted(self.constraints.choices("shard", usual), key=SHARDS.index)
+        return [shard for shard in chosen if shard != "all" or shape.pp == 1]  # as the trainer has it
+
+    def schedules(self, shape: Layout) -> Iterator[tuple[Schedule, int]]:
+        """With chunks. Interleaved only where microbatches fill the pipeline: else it waits as long as 1f1b."""
+        microbatches, layers = shape.microbatches(self.global_batch), self.model.shape.layers
+        for schedule in self.constraints.choices("schedule", self._names(shape)):
+            usual = {"zb-v": (2,), "interleaved": CHUNKS}.get(schedule, (1,))
+            for chunks in self.constraints.choices("chunks", usual):
+                fits = shape.pp * chunks <= layers and shape.pp * chunks * microbatches <= MOST_PASSES
+                if fits and (chunks in usual or schedule == "interleaved"):
+                    yield schedule, chunks
+
+    @property
+    def _precision(self) -> str:
+        """What is usual on such devices."""
+        device = self.machine.device
+        return "fp32" if device.family == "cpu" else "bf16" if device.has_bf16 else "fp16"
+
+    @property
+    def recompute(self) -> list[Recompute]:
+        """From the least work to the least memory."""
+        allowed = self.constraints.choices("recompute", RECOMPUTE)
+        return sorted(allowed, key=RECOMPUTE.index)
+
+    def with_less_memory(self, leaf: Layout) -> Layout | None:
+        """The same with more made again."""
+        later = self.recompute[self.recompute.index(leaf.recompute) + 1 :]
+        return replace(leaf, recompute=later[0]) if later else None
+
+    def _tensor(self) -> list[int]:
+        """Ranks that share a node, or fill nodes, and divide what they split."""
+        shape, node = self.model.shape, self.machine.device.per_node
+        split = math.gcd(shape.heads, shape.ffn, shape.key_value_heads)
+        most = min(split, self.devices, shape.vocabulary, MOST_NODES * node)
+        usual = [tp for tp in range(1, most + 1) if split % tp == 0 and (node % tp == 0 or tp % node == 0)]
+        return [tp for tp in self.constraints.choices("tp", usual) if split % tp == 0 and tp <= self.devices]
+
+    def _meshes(self) -> Iterator[tuple[int, int, int]]:
+        for tp in self._tensor():
+            for pp in self.constraints.choices("pp", range(1, self._most_stages(tp) + 1)):
+                dp, rest = divmod(self.devices, tp * pp)
+                if not rest and self.global_batch % dp == 0 and self.constraints.allow("dp", dp):
+                    yield tp, pp, dp
+
+    def _meshes_of_fewer(self) -> Iterator[tuple[int, int, int]]:
+        """For each tp and dp the most stages that devices suffice for, and the fewest whose fullest is no fuller."""
+        for tp in self._tensor():
+            for dp in self.constraints.choices("dp", self._divisors):
+                most = min(self._most_stages(tp), self.devices // (tp * dp))
+                if most and self.global_batch % dp == 0:
+                    alike = -(-self.model.shape.layers // -(-self.model.shape.layers // most))
+                    for pp in self.constraints.choices("pp", dict.fromkeys((most, alike))):
+                        if pp <= most:
+                            yield tp, pp, dp
+
+    def _most_stages(self, tp: int) -> int:
+        return min(self.model.shape.layers, self.devices // tp)
+
+    @cached_property
+    def _divisors(self) -> list[int]:
+        """Of the samples, the largest first."""
+        low = [n for n in range(1, math.isqrt(self.global_batch) + 1) if self.global_batch % n == 0]
+        return sorted({*low, *(self.global_batch // n for n in low)}, reverse=True)
+
+    def _cut(self, mesh: Layout) -> Iterator[Layout]:
+        samples = self.global_batch // mesh.dp
+        usual = [n for n in range(1, min(samples, MOST_SAMPLES) + 1) if samples % n == 0]
+        for micro_batch in self.constraints.choices("micro_batch", usual):
+            if samples % micro_batch == 0 and samples // micro_batch * mesh.pp <= MOST_PASSES:
+                yield replace(mesh, micro_batch=micro_batch)
+
+    def _names(self, shape: Layout) -> list[str]:
+        if shape.pp == 1:
+            return ["1f1b"]
+        waits = shape.microbatches(self.global_batch) < shape.pp
+        return ["1f1b", "zb-h1", "zb-v", "gpipe", *([] if waits else ["interleaved"])]
