@@ -7,7 +7,6 @@ Config --+-- mesh sizes, batch split -----> Mesh, microbatches
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ from hpcllm.collectives.select import Tuning, link_codec, load_tuning, use_tunin
 from hpcllm.config import Config, traffic_codecs
 from hpcllm.data.sampler import Sampler, sample_count
 from hpcllm.data.store import TokenStore
-from hpcllm.errors import ConfigError, DataError
 from hpcllm.interchange.start import take_model
 from hpcllm.layout import check_layout, check_vocabulary, custom_text, recompute_of, schedule_of, spans_of
 from hpcllm.mesh import Mesh, open_mesh
@@ -46,6 +44,7 @@ from hpcllm.pipeline.schedules import Schedule
 from hpcllm.pipeline.timing import simulate
 from hpcllm.placing import Placed, place_rank
 from hpcllm.precision import LossScale, compute_dtype, make_loss_scale
+from hpcllm.run_store import open_store
 from hpcllm.samples import Samples
 from hpcllm.together import on_root
 from hpcllm.waiting import Waits
@@ -103,26 +102,6 @@ class Parts:
         shared = [count for kind in KINDS for count in (wires[kind].plain_bytes, wires[kind].sent_bytes)]
         ways = [count[way] for way in (FORWARD, BACKWARD) for count in (link.plain_bytes, link.sent_bytes)]
         return np.array([exposed_s, worker.hidden_s, *shared, *ways, *tensor_bytes])
-
-
-def open_store(config: Config, comm: MPI.Intracomm) -> tuple[Config, TokenStore]:
-    """The token store, and the config with its vocabulary filled in. Collective over comm. Raises UserError."""
-    if not config.data.store:
-        raise ConfigError("data.store is missing: the path of a token store, written by `python -m hpcllm prepare`")
-    store = TokenStore.open(config.data.store, comm)
-    tokens = len(store.tokens("train"))
-    if sample_count(tokens, config.data.sequence_length) < 1:
-        raise DataError(
-            f"{config.data.store!r} has {tokens} training tokens, too few for one sample of "
-            f"data.sequence_length = {config.data.sequence_length} and its last target; prepare more text"
-        )
-    vocabulary = config.model.vocabulary or store.vocabulary
-    if vocabulary < store.vocabulary:
-        raise ConfigError(
-            f"model.vocabulary = {vocabulary} is smaller than that of {config.data.store!r}, {store.vocabulary}; "
-            f"valid: {store.vocabulary} or more, or 0 to take the store's"
-        )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocabulary=vocabulary)), store
 
 
 @contextmanager

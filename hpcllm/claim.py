@@ -18,12 +18,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
-
-from mpi4py import MPI
+from typing import IO, TYPE_CHECKING
 
 from hpcllm.errors import ConfigError, HpcllmError
 from hpcllm.together import on_root
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 NO_LOCKS_HERE = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
@@ -86,12 +87,13 @@ class Claim:
 
     def _why(self, error: OSError) -> str:
         if isinstance(error, BlockingIOError):
-            holder = self._path.read_text(encoding="utf-8")
-            return f"another job ({holder}) is at work in {str(self.folder)!r}; let it end, or take another run.name"
+            return _taken(self._path.read_text(encoding="utf-8"), self.folder)
         return f"the run folder {str(self.folder)!r} (run.folder / run.name) cannot be made or written: {error}"
 
     def _sign(self, file: IO[str]) -> None:
         """In place: a new file under the same name would not carry the lock."""
+        from mpi4py import MPI  # a look at a folder, without a claim, does not start it
+
         host, since = MPI.Get_processor_name(), time.strftime("%Y-%m-%d %H:%M:%S")
         self._mine = f"{secrets.token_hex(4)}: process {os.getpid()} on {host} since {since}"
         file.truncate(0)
@@ -109,3 +111,32 @@ def claim_run(world: MPI.Intracomm, folder: Path, restart: bool) -> Iterator[Cla
         yield claim
     finally:
         claim.release()
+
+
+def check_claim(folder: Path) -> None:
+    """Whether a job could claim the folder now; nothing is written. Raises ConfigError."""
+    ground = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not (ground.is_dir() and os.access(ground, os.W_OK | os.X_OK)):
+        why = "there is no right to write in it" if ground.is_dir() else "it is no folder"
+        what = f"the run folder {str(folder)!r} (run.folder / run.name) cannot be made or written"
+        raise ConfigError(f"{what}: {str(ground)!r}: {why}")
+    job = folder / "job.txt"
+    if job.exists() and (holder := _holder(job)):
+        raise ConfigError(_taken(holder, folder))
+
+
+def _taken(holder: str, folder: Path) -> str:
+    return f"another job ({holder}) is at work in {str(folder)!r}; let it end, or take another run.name"
+
+
+def _holder(job: Path) -> str:
+    """Who has the lock; empty: nobody, or there are no locks here."""
+    with job.open(encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back at once
+        except BlockingIOError:
+            return file.read()
+        except OSError as error:
+            if error.errno not in NO_LOCKS_HERE:
+                raise
+    return ""

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import hpcllm
 from hpcllm.checkpoint import command as checkpoint
-from hpcllm.errors import HpcllmError
+from hpcllm.errors import ConfigError, HpcllmError
+from hpcllm.plan.command import plan_arguments
 
 if TYPE_CHECKING:
     from hpcllm.summary import Summary
@@ -71,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_prepare(commands.add_parser("prepare", help="turn text into a token store"))
     _add_preflight(commands.add_parser("preflight", help="is this allocation fit to run? in a minute, on one page"))
     _add_train(commands.add_parser("train", help="train a model, or go on where the run stopped"))
+    _add_plan(commands.add_parser("plan", help="time, memory and cost of layouts on a machine, and the best of them"))
     _add_memory(commands.add_parser("memory", help="what each rank of a run will hold, before the job is queued"))
     _add_layout(commands.add_parser("layout", help="which rank goes where, what crosses nodes, and a better order"))
     _add_generate(commands.add_parser("generate", help="continue a prompt with a trained model"))
@@ -169,11 +171,26 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.description = "Train as a run file says. On a run folder with a checkpoint it goes on from the newest one."
     _add_run_file(parser)
     parser.add_argument("--restart", action="store_true", help="begin at step 0; the old run folder is renamed")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check all that train checks before it begins; start and write nothing"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="of the job to check, with --dry-run (default: those launched, or dp x pp x tp)",
+    )
     parser.add_argument("--json", action="store_true", help="print the closing table as JSON")
     parser.set_defaults(command=train)
 
 
 def train(arguments: argparse.Namespace) -> int:
+    if arguments.dry_run:
+        from hpcllm.dry_run import run as try_out
+
+        return try_out(arguments)
+    if arguments.ranks is not None:
+        raise ConfigError("--ranks is for --dry-run; the ranks of a run are those that mpirun or srun starts")
     from hpcllm.job import TO_BE_CONTINUED, StopSignals, run_job
 
     def job(world) -> int:  # type: ignore[no-untyped-def]
@@ -209,6 +226,17 @@ def _what_goes_on(summary: Summary) -> str:
     return "the same command goes on from the checkpoint"
 
 
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    plan_arguments.add_arguments(parser)
+    parser.set_defaults(command=plan)
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    from hpcllm.plan.command.plan_command import run
+
+    return run(arguments)
+
+
 def _add_memory(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Predict the memory of each rank of a run: parameters, gradients, optimizer, activations, buffers. Nothing is "
@@ -221,7 +249,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def memory(arguments: argparse.Namespace) -> int:
-    from hpcllm.plan.command import run
+    from hpcllm.plan.command.memory_command import run
 
     return run(arguments)
 

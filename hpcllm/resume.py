@@ -10,11 +10,8 @@ runs/NAME/run.toml                            the run file with every key writte
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
@@ -25,15 +22,12 @@ from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.restore import restore, tokenizer_json
 from hpcllm.checkpoint.retention import sweep
 from hpcllm.checkpoint.surplus import restore_surplus
-from hpcllm.config import Config, from_tables, to_tables
-from hpcllm.errors import ConfigError, HpcllmError
-from hpcllm.interchange.architectures import canonical
+from hpcllm.config import Config, to_tables
+from hpcllm.errors import HpcllmError
 from hpcllm.interchange.start import read_weights, same_tokens
+from hpcllm.same_run import check_same_run
 from hpcllm.saving import shards_of, surplus_of
 from hpcllm.together import on_root
-
-# besides the model: other values would silently train on other samples, or from other weights
-FIXED = ("run.seed", "data.sequence_length")
 
 
 def resume(parts: Parts) -> tuple[int, int, Path | None]:
@@ -63,7 +57,8 @@ class _Loaded:
 
 def _load(parts: Parts, checkpoint: Checkpoint) -> _Loaded:
     known = facts(checkpoint)
-    _check_same_run(parts, known.config, on_root(parts.mesh.world, lambda: tokenizer_json(checkpoint)), checkpoint.path)
+    tokenizer = on_root(parts.mesh.world, lambda: tokenizer_json(checkpoint))
+    check_same_run(parts.config, parts.store.tokenizer_json, known.config, tokenizer, checkpoint.path)
     restore(checkpoint, shards_of(parts), parts.optimizer.pieces_to_read())
     surplus = surplus_of(parts)
     lost = restore_surplus(checkpoint, surplus) if surplus else ""
@@ -84,33 +79,6 @@ def _begin(parts: Parts) -> None:
         print(f"begins with the weights of {path}", flush=True)
         if tokenizer and not same_tokens(tokenizer, parts.store.tokenizer_json):
             print(f"note: the tokens of {parts.config.data.store!r} are not those of the weights", flush=True)
-
-
-def _check_same_run(parts: Parts, stored: Mapping[str, Any], tokenizer: str, path: Path) -> None:
-    """Raise ConfigError if going on under this run file would silently train something else."""
-    before, now = map(_flat, _one_spelling(stored, to_tables(parts.config)))
-    fixed = [key for key in now if key.startswith("model.") or key in FIXED]
-    changed = [f"{key} = {now[key]!r}, was {before.get(key)!r}" for key in fixed if now[key] != before.get(key)]
-    if tokenizer != parts.store.tokenizer_json:
-        changed.append(f"data.store = {now['data.store']!r} has another tokenizer than {before.get('data.store')!r}")
-    if changed:
-        raise ConfigError(
-            f"{path} was trained otherwise: {'; '.join(changed[:3])}. Take the old values, another run.name, "
-            "or start anew with --restart (the old run folder is kept beside)"
-        )
-
-
-def _one_spelling(*files: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """With equal models where they compute the same: a preset or its keys written out, kv_heads = heads or 0."""
-    try:
-        models = [canonical(from_tables(dict(tables)).model) for tables in files]
-    except ConfigError:  # a checkpoint of another version of ours: what it says is compared as it stands
-        return list(files)
-    return [{**tables, "model": dataclasses.asdict(model)} for tables, model in zip(files, models, strict=True)]
-
-
-def _flat(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
 
 
 def _write_run_file(folder: Path, config: Config) -> None:

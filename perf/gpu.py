@@ -27,8 +27,8 @@ from hpcllm.codecs import find_codec
 from hpcllm.data.prepare import PrepareOptions, prepare
 from hpcllm.device import choose, facts, synchronize
 from hpcllm.errors import ConfigError
-from hpcllm.plan.command import planned
-from hpcllm.plan.memory import predict
+from hpcllm.plan.command.planned import planned
+from hpcllm.plan.memory.of_run import predict
 
 HERE = Path(__file__).resolve().parent
 CODECS = ("bf16", "fp16", "int8:256", "int8:256:sr", "int4:128", "fp8:128", "exp", "mpc", "zfp:8", "zfp:16")

@@ -14,7 +14,7 @@ import hpcllm
 from hpcllm.cli import main
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ["prepare", "preflight", "train", "generate", "checkpoint", "schedule"]
+COMMANDS = ["prepare", "preflight", "train", "plan", "generate", "checkpoint", "schedule"]
 HEAVY = {"torch", "mpi4py", "h5py", "numpy", "tokenizers", "zstandard"}
 
 
@@ -125,7 +125,10 @@ def test_a_process_of_its_own_ends_the_same_way(tmp_path):
     assert answer.stdout == ""
 
 
-@pytest.mark.parametrize("module", ["hpcllm.generate", "hpcllm.checkpoint.inspect", "hpcllm.config"])
+@pytest.mark.parametrize(
+    "module",
+    ["hpcllm.generate", "hpcllm.checkpoint.inspect", "hpcllm.config", "hpcllm.dry_run", "hpcllm.plan.command.report"],
+)
 def test_what_runs_on_a_login_node_does_not_start_mpi(module):
     """There, MPI libraries of some machines end a process that was not started by the batch system."""
     code = f"import sys, {module}; sys.exit('mpi4py.MPI' in sys.modules)"

@@ -18,15 +18,17 @@ import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import h5py
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import NDArray
 
 from hpcllm.errors import DataError
 from hpcllm.together import on_root
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 FORMAT = "hpcllm token store"
 VERSION = 1

@@ -26,7 +26,7 @@ from hpcllm.hardware.node import allowed_cores, busy_s
 from hpcllm.interchange.start import take_model
 from hpcllm.layout import custom_text
 from hpcllm.messages.gpu_aware import Reach, gpu_aware
-from hpcllm.plan.command import complete
+from hpcllm.plan.command.planned import complete
 from hpcllm.preflight import bandwidth, codecs, matrix, storage
 from hpcllm.preflight.checks import check
 from hpcllm.preflight.collect import source_hash

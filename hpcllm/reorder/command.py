@@ -20,7 +20,7 @@ from hpcllm.axes import AXES, coordinates
 from hpcllm.config import Config
 from hpcllm.errors import ConfigError
 from hpcllm.pipeline.table import percent, table
-from hpcllm.plan.command import planned
+from hpcllm.plan.command.planned import planned
 from hpcllm.printable import size_text
 from hpcllm.ranks import name_ranks
 from hpcllm.reorder import distribution, order_file, search

@@ -16,7 +16,7 @@ from hpcllm.config import parse
 from hpcllm.layout import check_layout, schedule_of
 from hpcllm.model.shapes import parameter_count, parameter_shapes
 from hpcllm.model.shards import split_dim
-from hpcllm.plan.memory import predict
+from hpcllm.plan.memory.of_run import predict
 
 RUN = """
 [model]

@@ -6,28 +6,21 @@ RUN.toml --set ... --ranks N --> layout --> predict, once for each kind of rank 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from hpcllm import config as run_file
 from hpcllm.axes import coordinates
 from hpcllm.config import Config
-from hpcllm.errors import ConfigError, DataError
-from hpcllm.layout import check_layout, check_vocabulary, custom_text, schedule_of
 from hpcllm.model.shapes import parameter_count
-from hpcllm.pipeline.checker import check
 from hpcllm.pipeline.schedules import Schedule
-from hpcllm.plan.memory import RankMemory, predict
+from hpcllm.plan.command.planned import planned
+from hpcllm.plan.memory.of_run import RankMemory, predict
 from hpcllm.printable import size_text
 from hpcllm.ranks import name_ranks
 
-MOST_RANKS = 1 << 22
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "checkpoint")
 LOWERED_BY = {
     "parameters": "mesh.pp or mesh.tp; with mesh.pp = 1 optimizer.shard = 'all'",
@@ -63,52 +56,6 @@ def run(arguments: argparse.Namespace) -> int:
     rows = list(_rows(config, schedule))
     print(json.dumps(_facts(config, rows)) if arguments.json else "\n".join(_lines(config, rows)))
     return 0
-
-
-def planned(path: Path, overrides: Sequence[str], ranks: int | None) -> tuple[Config, Schedule]:
-    """A run file for so many ranks (None: those of its mesh), all filled in, and its schedule, checked.
-
-    Without MPI. Raises UserError.
-    """
-    config = run_file.load(path, overrides)
-    if config.run.start_from:
-        from hpcllm.interchange.start import take_model  # torch: only where weights are to be looked at
-
-        config = take_model(config)
-    if ranks is None:
-        ranks = max(config.mesh.dp, 1) * config.mesh.pp * config.mesh.tp
-    if not 1 <= ranks <= MOST_RANKS:
-        raise ConfigError(f"{ranks} ranks; valid: 1 to {MOST_RANKS}")
-    config = complete(check_layout(config, ranks))
-    schedule = schedule_of(config, custom_text(config))
-    check(schedule)
-    return config, schedule
-
-
-def complete(config: Config) -> Config:
-    """With the vocabulary, of the store if the run file does not say it. Raises UserError."""
-    vocabulary = config.model.vocabulary
-    if not vocabulary:
-        if not config.data.store:
-            raise ConfigError("model.vocabulary = 0 takes that of data.store, which is not given; set one of the two")
-        vocabulary = _stored_vocabulary(Path(config.data.store))
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocabulary=vocabulary))
-    check_vocabulary(config)
-    return config
-
-
-def _stored_vocabulary(store: Path) -> int:
-    """The number alone: to open a store as training does takes MPI, and checks all of it."""
-    import h5py  # not needed where the run file says the vocabulary
-
-    try:
-        with h5py.File(store, "r", locking=False) as file:
-            return int(file.attrs["vocabulary"])
-    except Exception as error:  # whatever the library makes of another file
-        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error  # HDF5 says it longer
-        raise DataError(
-            f"cannot read the vocabulary of data.store = {str(store)!r}: {why}; give model.vocabulary instead"
-        ) from error
 
 
 def _rows(config: Config, schedule: Schedule) -> Iterator[Row]:
