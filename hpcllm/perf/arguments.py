@@ -95,7 +95,15 @@ def add_collective_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN.toml", help="a run file, as for `hpcllm train`")
+    parser.add_argument("run", type=Path, nargs="?", metavar="RUN.toml", help="a run file, as for `hpcllm train`")
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure kernels and links for `python -m hpcllm plan --calibrate FILE` instead, with no run file",
+    )
+    parser.add_argument(
+        "--precisions", default="", metavar="LIST", help="with --calibrate: of fp32, bf16, fp16 (default: by device)"
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override a key, as for train"
     )

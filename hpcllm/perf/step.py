@@ -4,7 +4,8 @@
                +-- policy hpcllm --> parts --+--> step, step, step, step ...    A B A B: drift hits all alike
 
 The model is trained while it is measured, so values are real gradients; nothing is written to the run folder. Traffic
-is never exact here: `exact_steps` are the first of a run, and this measures the others.
+is never exact here: `exact_steps` are the first of a run, and this measures the others. With --calibrate no run is
+timed, but what the planner needs to know of the machine: calibrate.py.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from hpcllm.config import Config
 from hpcllm.device import synchronize
 from hpcllm.errors import ConfigError
 from hpcllm.metrics import KINDS, TRAFFIC, Traffic
+from hpcllm.perf import calibrate
 from hpcllm.perf.records import check_writable, write_whole
 from hpcllm.policy import POLICIES
 from hpcllm.step import forward_backward
@@ -34,6 +36,10 @@ from hpcllm.together import on_root
 
 def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
     """Measure and print. Collective over comm. Raises UserError."""
+    if arguments.calibrate:
+        return calibrate.run(arguments, comm)
+    if arguments.run is None:
+        raise ConfigError("step needs RUN.toml, a run file as for `hpcllm train`, or --calibrate")
     policies = _policies(arguments)
     on_root(comm, lambda: check_writable(arguments.json))
     tables = on_root(comm, lambda: configs.to_tables(configs.load(arguments.run, arguments.overrides)))
