@@ -153,8 +153,8 @@ def _cost_row(rank: int, row: Prediction, tokens: float | None) -> list[str]:
     cost = training(row, tokens)
     return [
         str(rank),
-        f"{row.tflops_per_device_model:.1f}",
-        f"{row.tflops_per_device_hardware:.1f}",
+        f"{row.tflops_per_device_model:.3g}",
+        f"{row.tflops_per_device_hardware:.3g}",
         f"{row.mfu:.1%}",
         f"{row.tokens_per_s:,.0f}",
         f"{cost.days:.3g}",

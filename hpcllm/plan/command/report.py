@@ -137,8 +137,8 @@ def _seconds(found: Prediction, key: str) -> float:
 
 def _speed(found: Prediction) -> Iterator[str]:
     yield (
-        f"{found.tflops_per_device_model:.1f} TFLOP/s a device of the model's work, "
-        f"{found.tflops_per_device_hardware:.1f} with what is made again; MFU {found.mfu:.1%} of "
+        f"{found.tflops_per_device_model:.3g} TFLOP/s a device of the model's work, "
+        f"{found.tflops_per_device_hardware:.3g} with what is made again; MFU {found.mfu:.1%} of "
         f"{found.machine.device.peak_bf16_tflops:g}; {found.tokens_per_s:,.0f} tokens/s"
     )
 

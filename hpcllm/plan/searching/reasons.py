@@ -24,7 +24,7 @@ def bottleneck(found: Prediction) -> str:
     seconds = {part: getattr(found, part) for part in PARTS}
     waits = max((part for part in PARTS if part != "compute_s"), key=lambda part: seconds[part])
     share = found.compute_s / found.iteration_time_s
-    told = f"{share:.0%} of a step is work of the devices, at {found.tflops_per_device_hardware:.0f} TFLOP/s over all"
+    told = f"{share:.0%} of a step is work of the devices, at {found.tflops_per_device_hardware:.3g} TFLOP/s over all"
     if seconds[waits] < 0.02 * found.iteration_time_s:
         return f"{told}; nothing else takes 2 %: only {PARTS['compute_s'][1]} would help"
     what, cure = PARTS[waits]
