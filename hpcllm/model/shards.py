@@ -10,8 +10,12 @@ Source: arXiv:1909.08053 section 3.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from hpcllm.chunks import chunk_range
-from hpcllm.model.shapes import Shape
+from hpcllm.config import ModelConfig
+from hpcllm.model.shapes import Shape, StageSpan, parameter_shapes
 
 _COLUMNS = ("attention.query", "attention.key", "attention.value", "ffn.gate", "ffn.up")
 _ROWS = ("attention.output", "ffn.down")
@@ -34,3 +38,9 @@ def shard_of(name: str, shape: Shape, rank: int, size: int) -> tuple[Shape, Shap
         start[dim], end = chunk_range(shape[dim], size, rank)
         local[dim] = end - start[dim]
     return tuple(start), tuple(local)
+
+
+def split_sizes(model: ModelConfig, spans: Sequence[StageSpan], tp: int, tp_rank: int = 0) -> dict[str, int]:
+    """Elements of each parameter of these spans that a tp rank has; an embedding that is first and last counts once."""
+    shapes = {name: shape for span in spans for name, shape in parameter_shapes(model, span).items()}
+    return {name: math.prod(shard_of(name, shape, tp_rank, tp)[1]) for name, shape in shapes.items()}

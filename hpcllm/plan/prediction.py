@@ -30,7 +30,6 @@ from hpcllm.plan.time.data_parallel import ends_s, exchange, hideable_s
 from hpcllm.plan.time.passes import Passes, optimizer_s, passes
 from hpcllm.plan.time.timeline import Finish, StageTimes, run
 
-HIDDEN = 0.9  # of an exchange that work can hide: its first bucket has to be filled, its last one waits
 ROUNDING = 1e-9  # of a step: what sums of many terms are wrong by
 
 

@@ -17,10 +17,10 @@ from functools import lru_cache
 
 from hpcllm.config import ModelConfig
 from hpcllm.model.shapes import StageSpan, cut_layers, head_in_blocks, split_layers
+from hpcllm.model.shards import split_sizes
 from hpcllm.pipeline.placement import Placement
 from hpcllm.pipeline.schedules import SCHEDULES
 from hpcllm.plan.layouts import Layout, Schedule
-from hpcllm.plan.memory.of_run import split_sizes
 from hpcllm.plan.models import Model
 
 LARGE_HEAD = 0.5  # blocks: BLOOM (1.5) and Llama 3 405B (0.7) were cut so, GPT of 175B with 50k tokens (0.3) was not

@@ -23,10 +23,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpcllm.codecs.names import parse_name
-from hpcllm.config import Config, ModelConfig, traffic_codecs
+from hpcllm.config import Config, traffic_codecs
 from hpcllm.layout import recompute_of, spans_of
-from hpcllm.model.shapes import StageSpan, parameter_shapes
-from hpcllm.model.shards import shard_of, split_dim
+from hpcllm.model.shapes import StageSpan
+from hpcllm.model.shards import shard_of, split_dim, split_sizes
 from hpcllm.optim.flat import Flat, Traits, lay_out
 from hpcllm.pipeline.actions import Op
 from hpcllm.pipeline.schedules import Schedule
@@ -91,12 +91,6 @@ def between_passes(config: Config, spans: Sequence[StageSpan], tp_rank: int = 0)
 def parameter_sizes(config: Config, spans: Sequence[StageSpan], tp_rank: int) -> dict[str, int]:
     """Elements that a rank has of each of its parameters; a tied embedding that is first and last there is one."""
     return split_sizes(config.model, spans, config.mesh.tp, tp_rank)
-
-
-def split_sizes(model: ModelConfig, spans: Sequence[StageSpan], tp: int, tp_rank: int = 0) -> dict[str, int]:
-    """The same, of a model whose layers tp ranks share."""
-    shapes = {name: shape for span in spans for name, shape in parameter_shapes(model, span).items()}
-    return {name: math.prod(shard_of(name, shape, tp_rank, tp)[1]) for name, shape in shapes.items()}
 
 
 def chunk_sizes(config: Config, level: str, tp_rank: int = 0) -> Sizes:

@@ -27,8 +27,6 @@ from hpcllm.plan.time.kernels import Microbatch, Piece, microbatch_of
 from hpcllm.plan.time.roofline import seconds
 
 UPDATES = 0.7  # of the memory's bandwidth: what many short kernels over parameters get
-
-
 BACKGROUND_BYTES = 1 << 20  # ours sends less in line with its work: model/tensor_parallel.py, which imports torch
 
 
