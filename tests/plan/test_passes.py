@@ -88,3 +88,16 @@ def test_adamw_takes_the_longer_the_more_it_updates_and_holds(layout: str) -> No
     each = [optimizer_s(held, updated, parse_layout(layout), machine) for held, updated in ((1e9, 1e8), (1e9, 1e9))]
     assert 0 < each[0] < each[1] < 0.1
     assert optimizer_s(2e9, 1e9, parse_layout(layout), machine) > each[1]
+
+
+@pytest.mark.parametrize("trainer", ["hpcllm", "megatron"])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_a_forward_pass_waits_for_two_sums_a_block_or_their_halves(trainer, blocks):
+    machine, model = read_machine("dgx-a100"), read_model("llama-7b", 2048)
+    size = 2 * 2048 * model.shape.hidden
+    for parallel, operations in ((False, ("allreduce",)), (True, ("allgather", "reduce_scatter"))):
+        layout = Layout(tp=4, sequence_parallel=parallel, trainer=trainer)
+        network = Network(machine, layout)
+        found = passes(model, layout, StageSpan(1, 1 + blocks, False, False), machine, network)
+        each_s = sum(network.tensor_s(operation, size) for operation in operations)
+        assert found.forward.tp_s == pytest.approx(2 * blocks * each_s)
