@@ -2,6 +2,6 @@
 
 import sys
 
-from hpcllm.cli import main
+from hpcllm.cli.main import main
 
 sys.exit(main())

@@ -1,4 +1,4 @@
-"""What can go wrong, as a tree of types; the exit code of a command follows from the type.
+"""Errors as a tree of types; the exit code of a command follows from the type.
 
     HpcllmError            1   the run failed
     |-- StallError         1   a message did not come within its limit
@@ -7,12 +7,12 @@
     |-- CheckpointError    1   a file that should have been whole is not
     |-- CodecError         1   bytes that no encoder wrote
     |-- ReplicaError       1   replicas that should be equal differ
-    `-- UserError          2   asked for something that cannot be; said before any work starts
+    `-- UserError          2   a request that cannot be met; raised before any work starts
         |-- ConfigError        a key or a value of the run file
         |-- MeshError          ranks and layout do not fit together
         |-- ScheduleError      a pipeline schedule that cannot be made, read or run
         |-- DataError          an input, a token store, a tokenizer
-        `-- InterchangeError   weights from elsewhere, or for elsewhere
+        `-- HuggingFaceError   weights from or for Hugging Face's formats
 
 Every message names the thing, the numbers and what would be valid, because it is read in the log of hundreds of
 ranks, a queue wait later.
@@ -22,10 +22,10 @@ from __future__ import annotations
 
 
 class HpcllmError(Exception):
-    """Root of what this package raises on purpose."""
+    """Root of the errors that this package raises on purpose."""
 
     exit_code = 1
-    everywhere = False  # set on an error that every rank is known to raise: it is said once, and nobody is left waiting
+    everywhere = False  # True on an error that every rank is known to raise: printed once, and no rank is left waiting
 
 
 class StallError(HpcllmError):
@@ -53,7 +53,7 @@ class ReplicaError(HpcllmError):
 
 
 class UserError(HpcllmError):
-    """The user asked for something that cannot be done."""
+    """Request of the user that cannot be met."""
 
     exit_code = 2
 
@@ -74,5 +74,5 @@ class DataError(UserError):
     """An input, a token store or a tokenizer cannot be used."""
 
 
-class InterchangeError(UserError):
+class HuggingFaceError(UserError):
     """A folder of weights that is not what it says, or a model that another format cannot say."""

@@ -32,15 +32,14 @@ from mpi4py import MPI
 from hpcllm.checkpoint.archive import compress
 from hpcllm.checkpoint.directory import read_directory
 from hpcllm.checkpoint.folder import DAMAGED, load_newest
-from hpcllm.checkpoint.pieces import Shards
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.restore import restore, tokenizer_json
-from hpcllm.checkpoint.state import RunState, save
+from hpcllm.checkpoint.state import RunState, Shards, save
 from hpcllm.checkpoint.verify import verify_file
-from hpcllm.config import ModelConfig, from_tables, to_tables
+from hpcllm.config.schema import ModelConfig, from_tables, to_tables
 from hpcllm.errors import CheckpointError
 from hpcllm.model.shapes import parameter_shapes
-from hpcllm.optim.pieces import EXP_AVG, EXP_AVG_SQ, MASTER, MODEL, Piece
+from hpcllm.optim.flat_buffers import EXP_AVG, EXP_AVG_SQ, MASTER, MODEL, Piece
 
 HERE = Path(__file__).resolve().parent
 LLAMA = ModelConfig(layers=2, hidden=192, heads=4, ffn=256, vocabulary=6000, max_sequence=64)

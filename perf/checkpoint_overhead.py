@@ -27,12 +27,12 @@ from typing import Any
 
 from mpi4py import MPI
 
-from hpcllm import config as configs
-from hpcllm.assemble import Parts, assemble
-from hpcllm.claim import claim_run
-from hpcllm.optim.learning_rate import learning_rate
-from hpcllm.saving import Saving, open_saving
-from hpcllm.step import forward_backward
+from hpcllm.config import schema as configs
+from hpcllm.optim.adamw import learning_rate
+from hpcllm.training.run_lock import lock_run
+from hpcllm.training.saving import Saving, open_saving
+from hpcllm.training.setup import RunContext, open_run
+from hpcllm.training.step import forward_backward
 
 HERE = Path(__file__).resolve().parent
 KINDS = ("none", "thread", "loop")
@@ -40,21 +40,21 @@ INTERVALS_S = (60, 300, 900)
 GOAL = 0.03
 
 
-def block(parts: Parts, saving: Saving, kind: str, first: int, steps: int) -> tuple[float, float]:
+def block(run: RunContext, saving: Saving, kind: str, first: int, steps: int) -> tuple[float, float]:
     """Seconds of `steps` steps, and until the checkpoint that the first one is followed by is whole."""
-    config = parts.config
+    config = run.config
     saving.background.asynchronous = kind == "thread"
-    parts.mesh.world.Barrier()
+    run.mesh.world.Barrier()
     start_s = time.perf_counter()
     for step in range(first, first + steps):
-        forward_backward(parts, step, step * config.data.global_batch)
-        parts.optimizer.update(learning_rate(step, config.run.steps, config.optimizer), 1.0)
-        parts.mesh.world.Barrier()  # a run's steps end with a sum over all ranks
+        forward_backward(run, step, step * config.data.global_batch)
+        run.optimizer.update(learning_rate(step, config.run.steps, config.optimizer), 1.0)
+        run.mesh.world.Barrier()  # a run's steps end with a sum over all ranks
         if step == first and kind != "none":
             saving.save(step + 1, (step + 1) * config.data.global_batch, None)
     took_s = time.perf_counter() - start_s
     saving.finish()
-    parts.mesh.world.Barrier()
+    run.mesh.world.Barrier()
     return took_s, time.perf_counter() - start_s
 
 
@@ -74,12 +74,12 @@ def measure(world: MPI.Intracomm, arguments: argparse.Namespace) -> dict[str, An
     config = configs.parse("", [f"{key}={json.dumps(value)}" for key, value in keys.items()])
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     whole_s: list[float] = []
-    with assemble(config, world) as parts, claim_run(world, parts.run_folder, restart=False) as claim:
-        with open_saving(parts, claim, None, None) as saving:
+    with open_run(config, world) as run, lock_run(world, run.run_folder, restart=False) as lock:
+        with open_saving(run, lock, None, None) as saving:
             first = 0
             for number in range(arguments.rounds + 1):
                 for kind in KINDS:
-                    took_s, until_s = block(parts, saving, kind, first, arguments.steps)
+                    took_s, until_s = block(run, saving, kind, first, arguments.steps)
                     first += arguments.steps
                     if number:  # the first round allocates
                         seconds[kind].append(took_s)

@@ -25,11 +25,11 @@ from typing import Any
 
 from mpi4py import MPI
 
-from hpcllm import config as configs
 from hpcllm.checkpoint.folder import newest_first, step_of
 from hpcllm.checkpoint.reader import Checkpoint
-from hpcllm.job import StopSignals
-from hpcllm.train import train
+from hpcllm.config import schema as configs
+from hpcllm.system.job import StopSignals
+from hpcllm.training.loop import train
 
 HERE = Path(__file__).resolve().parent
 RECORDS = HERE / "checkpoint_resume.json"

@@ -45,9 +45,8 @@ def held_slabs(config: Any, rank: int, ranks: int, split: str) -> tuple[dict[str
     """Specs of the state, and the slabs of this rank."""
     from hpcllm.checkpoint.layout import EXP_AVG, EXP_AVG_SQ, MODEL, DatasetSpec
     from hpcllm.checkpoint.slabs import Slab, boxes
-    from hpcllm.chunks import chunk_range
-    from hpcllm.model.shapes import parameter_shapes
-    from hpcllm.model.shards import shard_of, split_dim
+    from hpcllm.model.shapes import parameter_shapes, shard_of, split_dim
+    from hpcllm.mpi.partition import chunk_range
 
     shapes = {
         f"{kind}/{name}": shape
@@ -84,7 +83,7 @@ class Bench:
         from mpi4py import MPI
 
         from hpcllm.checkpoint.writer import prepare
-        from hpcllm.config import ModelConfig
+        from hpcllm.config.schema import ModelConfig
 
         self.comm, self.folder = MPI.COMM_WORLD, folder
         hidden = arguments.hidden
@@ -152,8 +151,8 @@ class Bench:
         os.close(descriptor)
 
     def ours_read(self, path: Path) -> None:
-        from hpcllm.checkpoint.fetch import fetch
         from hpcllm.checkpoint.reader import Checkpoint
+        from hpcllm.checkpoint.restore import fetch
 
         with Checkpoint.open(path, self.comm) as checkpoint:
             fetch(checkpoint, list(self.out.items()))

@@ -26,10 +26,10 @@ from typing import Any
 
 from mpi4py import MPI
 
-from hpcllm import config as configs
+from hpcllm.config import schema as configs
 from hpcllm.errors import HpcllmError
-from hpcllm.job import StopSignals
-from hpcllm.train import train
+from hpcllm.system.job import StopSignals
+from hpcllm.training.loop import train
 
 HERE = Path(__file__).resolve().parent
 RECORDS = HERE / "equal_losses.json"

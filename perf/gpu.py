@@ -24,11 +24,12 @@ import torch
 from gpu_report import summary
 
 from hpcllm.codecs import find_codec
+from hpcllm.config.schema import load
 from hpcllm.data.prepare import PrepareOptions, prepare
-from hpcllm.device import choose, facts, synchronize
 from hpcllm.errors import ConfigError
-from hpcllm.plan.command.planned import planned
-from hpcllm.plan.memory.of_run import predict
+from hpcllm.plan.memory.predict import predict
+from hpcllm.plan.resolve import resolve
+from hpcllm.system.device import choose_device, device_facts, synchronize
 
 HERE = Path(__file__).resolve().parent
 CODECS = ("bf16", "fp16", "int8:256", "int8:256:sr", "int4:128", "fp8:128", "exp", "mpc", "zfp:8", "zfp:16")
@@ -93,7 +94,7 @@ def mfu(device: torch.device, options: argparse.Namespace) -> list[dict[str, Any
                 "pipeline.recompute": recompute,
                 "log.every_steps": 1,
             }
-            keys["pipeline.microbatches"], predicted = fitting(Path(folder), keys, facts(device).memory_bytes)
+            keys["pipeline.microbatches"], predicted = fitting(Path(folder), keys, device_facts(device).memory_bytes)
             command = [sys.executable, "-m", "hpcllm", "train", str(Path(folder) / "run.toml"), *as_options(keys)]
             subprocess.run(launched(1, command), check=True, stdout=sys.stderr)
             log = Path(folder) / keys["run.name"] / "log.jsonl"
@@ -110,7 +111,8 @@ def fitting(folder: Path, keys: dict[str, Any], memory_bytes: int) -> tuple[int,
     batch = keys["data.global_batch"]
     for microbatches in (count for count in range(1, batch + 1) if batch % count == 0):
         settings = as_settings({**keys, "pipeline.microbatches": microbatches})
-        config, schedule = planned(folder / "run.toml", settings, 1)
+        resolved = resolve(load(folder / "run.toml", settings), 1)
+        config, schedule = resolved.config, resolved.schedule
         memory = predict(config, schedule, 0)
         need = memory.total - memory.checkpoint  # which lies in the host's memory
         if need < FILL * memory_bytes or not memory_bytes:
@@ -210,10 +212,10 @@ def main() -> None:
         (options.folder / "gpu.md").write_text(summary(results), encoding="utf-8")
         return
     try:
-        device = choose("gpu")
+        device = choose_device("gpu")
     except ConfigError as error:
         sys.exit(f"perf/gpu.sh: no GPU, so nothing is measured: {error}")
-    where = {"device": facts(device).text, "torch": f"PyTorch {torch.__version__}"}
+    where = {"device": device_facts(device).text, "torch": f"PyTorch {torch.__version__}"}
     if results.get("where", where) != where:
         sys.exit(f"{path} is of {results['where']}, this is {where}: move it away first")
     part = {"codecs": codecs, "mfu": mfu, "shared": shared}[options.part]

@@ -56,9 +56,9 @@ def rank_program(peer: str | None, settings: list[str], steps: int) -> None:
     import torch
     from mpi4py import MPI
 
-    from hpcllm import config as configs
-    from hpcllm.job import StopSignals
-    from hpcllm.train import train
+    from hpcllm.config import schema as configs
+    from hpcllm.system.job import StopSignals
+    from hpcllm.training.loop import train
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()  # the first one imports much

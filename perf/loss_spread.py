@@ -9,8 +9,8 @@
 
 The model is `tiny` with 4 sequences of 64 tokens a step, on 2 ranks of this machine; every run ends with the loss on
 the store's held-out text. A seed sets weights and order of samples, so a policy's run and the run of `none` with the
-same seed differ in the codec alone. A lossless codec gives the bits of raw, as tests/test_train.py holds every policy
-to, so its runs are those of raw. The verdict on a policy:
+same seed differ in the codec alone. A lossless codec gives the bits of raw, as tests/training/test_train.py holds every
+policy to, so its runs are those of raw. The verdict on a policy:
 
     difference   mean over the seeds of (its loss - that of none with the same seed)
     spread       standard deviation over the seeds of the loss of none in the same layout
@@ -38,7 +38,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 from hpcllm.codecs.names import parse_name  # noqa: E402 - pure: needs no environment
-from hpcllm.policy import codecs_of  # noqa: E402 - pure: needs no environment
+from hpcllm.config.policies import codecs_of  # noqa: E402 - pure: needs no environment
 
 RUN_FILE = ROOT / "jobscripts" / "local" / "tiny.toml"
 LAUNCH = ["bash", str(ROOT / "jobscripts" / "local" / "mpirun.sh")]

@@ -27,18 +27,18 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from hpcllm.config import MeshConfig
-from hpcllm.mesh import Mesh, open_mesh
+from hpcllm.config.schema import MeshConfig
 from hpcllm.model.loss import cross_entropy_sum
 from hpcllm.model.shapes import StageSpan
 from hpcllm.model.tensor_parallel import ALONE
+from hpcllm.mpi.mesh import Mesh, open_mesh
+from hpcllm.mpi.wait import Waits
 from hpcllm.pipeline.checker import check
 from hpcllm.pipeline.chunk import Chunk
 from hpcllm.pipeline.engine import Engine
 from hpcllm.pipeline.link import Link
 from hpcllm.pipeline.schedules import SCHEDULES, Schedule, make_schedule
 from hpcllm.pipeline.timing import Timeline, Times, simulate
-from hpcllm.waiting import Waits
 
 HERE = Path(__file__).resolve().parent
 TOKENS, HIDDEN = 64, 256  # of a microbatch: messages of 64 KiB

@@ -32,18 +32,18 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from hpcllm.config import MeshConfig, ModelConfig
-from hpcllm.mesh import Mesh, open_mesh
+from hpcllm.config.schema import MeshConfig, ModelConfig
 from hpcllm.model.initialisation import build
 from hpcllm.model.loss import cross_entropy_sum
 from hpcllm.model.shapes import split_layers
 from hpcllm.model.transformer import Decoder
+from hpcllm.mpi.mesh import Mesh, open_mesh
+from hpcllm.mpi.wait import Waits
 from hpcllm.pipeline.chunk import Chunk
 from hpcllm.pipeline.engine import Engine
 from hpcllm.pipeline.link import Link
 from hpcllm.pipeline.schedules import Schedule, make_schedule
 from hpcllm.pipeline.timing import Times, simulate
-from hpcllm.waiting import Waits
 
 HERE = Path(__file__).resolve().parent
 MODEL = ModelConfig(layers=8, hidden=256, heads=4, ffn=704, vocabulary=2048, max_sequence=128, tied=False)

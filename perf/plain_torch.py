@@ -20,13 +20,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcllm import config as configs
-from hpcllm.assemble import open_store
-from hpcllm.config import OptimizerConfig
+from hpcllm.config import schema as configs
+from hpcllm.config.schema import OptimizerConfig
 from hpcllm.data.sampler import Sampler, read_batch, sample_count
+from hpcllm.data.store import open_store
 from hpcllm.model.initialisation import build
 from hpcllm.model.shapes import split_layers
-from hpcllm.optim.learning_rate import learning_rate
+from hpcllm.optim.adamw import learning_rate
 
 HOOKS = ("", "fp32", "fp16")  # none: without DistributedDataParallel; how its gradients travel
 

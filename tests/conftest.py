@@ -69,7 +69,7 @@ def shared_path(comm) -> Iterator[Path]:
 @pytest.fixture
 def device_messages() -> Iterator[None]:
     """Messages of device tensors lie on the device if MPI can read that, in pinned host memory if not."""
-    from hpcllm.messages.memory import let_mpi_read_devices
+    from hpcllm.mpi.message_memory import let_mpi_read_devices
 
     let_mpi_read_devices(MODE == "open")
     yield

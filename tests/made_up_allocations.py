@@ -8,13 +8,11 @@ from typing import Any
 
 from made_up_nodes import MI250X
 
-from hpcllm.hardware.devices import Gpu
-from hpcllm.hardware.lists import numbers
-from hpcllm.hardware.memory import Memory
-from hpcllm.hardware.network import Nic
-from hpcllm.hardware.node import Hardware
-from hpcllm.hardware.topology import Core, Topology
 from hpcllm.preflight.facts import Allocation, Device, Gauges, Library, Node, NodeFacts, RankFacts
+from hpcllm.system.hardware.node import Hardware, Memory
+from hpcllm.system.hardware.pci_devices import Gpu, Nic
+from hpcllm.system.hardware.sysfs import numbers
+from hpcllm.system.hardware.topology import Core, Topology
 
 GB = 10**9
 CRAY = Library(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpcllm.hardware.sysfs import Root
+from hpcllm.system.hardware.sysfs import Root
 
 
 def write(root: Path, files: dict[str, str]) -> Root:

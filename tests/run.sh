@@ -40,8 +40,9 @@ run_group() { # [MODE:]GROUP: pytest's exit code; rank 0 speaks, the others only
         python -m pytest -q --color=no -p ranks -m "parallel and parallel[$group]" "$@"
 }
 
-count() { # WORD: the number before it in pytest's closing line
-    tail -n 1 "$logs/out" | grep -oE "[0-9]+ $1" | grep -oE '[0-9]+' || echo 0
+count() { # WORD: the number before it in pytest's closing line; an MPI library may say something after it
+    grep -E '^(=+ )?[0-9]+ (passed|failed|errors?|skipped|deselected|warnings?).* in [0-9.]+s' "$logs/out" | tail -n 1 |
+        grep -oE "[0-9]+ $1" | grep -oE '[0-9]+' || echo 0
 }
 
 for group in ${HPCLLM_TESTS:-serial 1 2 3 4 5 sealed:serial sealed:1 sealed:2 sealed:3 sealed:4 open:2 open:3}; do

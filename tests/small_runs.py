@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from hpcllm import config as configs
-from hpcllm.assemble import Parts, assemble
-from hpcllm.config import Config
+from hpcllm.config import schema as configs
+from hpcllm.config.schema import Config
 from hpcllm.data.prepare import PrepareOptions, prepare
-from hpcllm.optim.learning_rate import learning_rate
-from hpcllm.step import forward_backward
-from hpcllm.train import _agree, _update
-from hpcllm.wishes import NOTHING
+from hpcllm.optim.adamw import learning_rate
+from hpcllm.training.requests import NO_REQUESTS
+from hpcllm.training.setup import RunContext, open_run
+from hpcllm.training.step import agree, forward_backward, update
 
 
 @cache
@@ -60,21 +59,21 @@ def tiny(**tables: dict[str, Any]) -> Config:
 
 
 def losses(
-    config: Config, comm: MPI.Intracomm, steps: int | None = None, then: Callable[[Parts], Any] | None = None
+    config: Config, comm: MPI.Intracomm, steps: int | None = None, then: Callable[[RunContext], Any] | None = None
 ) -> Any:
-    """(steps, 2) loss and gradient norm of each step of a run; or what `then` makes of its parts afterwards."""
-    with assemble(config, comm) as parts:
-        seen = run_steps(parts, config.run.steps if steps is None else steps)
-        return then(parts) if then else seen
+    """(steps, 2) loss and gradient norm of each step of a run; or what `then` makes of its RunContext afterwards."""
+    with open_run(config, comm) as run:
+        seen = run_steps(run, config.run.steps if steps is None else steps)
+        return then(run) if then else seen
 
 
-def run_steps(parts: Parts, steps: int, first: int = 0) -> np.ndarray:
-    config, seen = parts.config, []
+def run_steps(run: RunContext, steps: int, first: int = 0) -> np.ndarray:
+    config, seen = run.config, []
     for step in range(first, first + steps):
-        before = parts.traffic()
-        local = forward_backward(parts, step, step * config.data.global_batch)
-        agreed = _agree(parts, local, NOTHING, parts.traffic() - before)
+        before = run.traffic()
+        local = forward_backward(run, step, step * config.data.global_batch)
+        agreed = agree(run, local, NO_REQUESTS, run.traffic() - before)
         assert math.isfinite(agreed.loss)
-        assert _update(parts, agreed.gradient_norm, learning_rate(step, config.run.steps, config.optimizer))
+        assert update(run, agreed.gradient_norm, learning_rate(step, config.run.steps, config.optimizer))
         seen.append((agreed.loss, agreed.gradient_norm))
     return np.array(seen)

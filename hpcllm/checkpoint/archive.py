@@ -1,10 +1,10 @@
-"""A checkpoint <-> an archive of it: the same bits in fewer bytes, still one HDF5 file that anyone's HDF5 reads.
+"""Convert a checkpoint to an archive and back: the same bits in fewer bytes, still one HDF5 file that any HDF5 reads.
 
-    rank 0   read, check, pack block 0 ............... chunk 0 | chunk 1 | chunk 2 | ..  -- tables, front, rename
+    rank 0   read, check, pack block 0 ............... chunk 0 | chunk 1 | chunk 2 | ..  -- tables, header, rename
     rank 1   read, check, pack block 1 --chunk--------------------^
     rank 2   read, check, pack block 2 --chunk------------------------------^
 
-A chunk of a dataset is a block, packed (packing.py) by any rank and thread; rank 0 puts them into the file in their
+A chunk of a dataset is a block, packed (layout.py) by any rank and thread; rank 0 puts them into the file in their
 order, so the file does not depend on how many there are. /checksums is that of the checkpoint, and /packed says where
 each chunk lies. Unpacking is writing a checkpoint whose source is the archive: with the same library, byte for byte the
 file that was packed. Works without MPI: comm=None.
@@ -22,21 +22,29 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 
-from hpcllm.checkpoint import guard, skeleton
-from hpcllm.checkpoint.ahead import ahead
-from hpcllm.checkpoint.index import Index
-from hpcllm.checkpoint.layout import STORED_AS, DatasetSpec, as_bytes, checksum
-from hpcllm.checkpoint.messages import FirstError
-from hpcllm.checkpoint.packing import ZSTD_FILTER, filter_mask, pack
-from hpcllm.checkpoint.reader import Checkpoint
-from hpcllm.checkpoint.shares import Block, block_bytes, blocks_of, my_blocks
+from hpcllm.checkpoint import file_layout
+from hpcllm.checkpoint.exchange import FirstError
+from hpcllm.checkpoint.header import Index, header_bytes
+from hpcllm.checkpoint.layout import (
+    STORED_AS,
+    ZSTD_FILTER,
+    Block,
+    DatasetSpec,
+    as_bytes,
+    block_bytes,
+    blocks_of,
+    checksum,
+    filter_mask,
+    my_blocks,
+    pack,
+)
+from hpcllm.checkpoint.reader import Checkpoint, map_ahead
 from hpcllm.checkpoint.slabs import Slab
-from hpcllm.checkpoint.verify import specs_of
 from hpcllm.checkpoint.writer import prepare, write
 from hpcllm.errors import CheckpointError, DataError, HpcllmError
-from hpcllm.printable import printable, size_text
-from hpcllm.raw_hdf5 import make_dataset
-from hpcllm.together import on_root, place_in, raise_together
+from hpcllm.mpi.collective_errors import on_root, raise_if_any_failed, rank_and_size
+from hpcllm.system.raw_files import make_dataset
+from hpcllm.system.text import printable, size_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -44,7 +52,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """What packing or unpacking took."""
+    """Sizes and time of packing or unpacking."""
 
     source: Path
     target: Path
@@ -77,7 +85,7 @@ def compress(
 ) -> Report:
     """Write the archive of a checkpoint. All ranks pack, rank 0 writes. Collective over comm.
 
-    level: of Zstandard. advance: rank 0 is told the bytes of tensors that are packed, as they are. Raises DataError if
+    level: of Zstandard. advance: rank 0 gets the bytes of tensors that are packed, as they are. Raises DataError if
     the source is an archive, CheckpointError on all ranks if it is damaged or the target cannot be written: there is
     then no target.
     """
@@ -85,13 +93,13 @@ def compress(
     with Checkpoint.open(source, comm) as checkpoint:
         if checkpoint.is_packed:
             raise _everywhere(DataError(f"{source} is an archive already"))
-        index = Index(specs_of(checkpoint), checkpoint.attributes)
-        with skeleton.aside(target, comm) as temporary:
-            front = on_root(comm, lambda: _make(temporary, target, index, level))
-            packed = _pack_together(checkpoint, temporary, level, advance)
+        index = Index(checkpoint.specs, checkpoint.attributes)
+        with file_layout.temporary_path(target, comm) as temporary:
+            size = on_root(comm, lambda: _create(temporary, target, index, level))
+            packed = _pack_blocks(checkpoint, temporary, level, advance)
             each = (checkpoint.datasets[name].checksums for name in sorted(index.datasets))
             checksums = np.concatenate([np.empty(0, np.uint64), *each])
-            on_root(comm, lambda: skeleton.finish(temporary, target, index, front, checksums, packed))
+            on_root(comm, lambda: file_layout.finish(temporary, target, index, size, checksums, packed))
         return _report(checkpoint, target, started_s)
 
 
@@ -100,20 +108,20 @@ def decompress(
 ) -> Report:
     """Write the checkpoint that an archive was made of; all ranks unpack and write. Collective over comm.
 
-    advance: told the bytes of tensors that this rank has unpacked, as it does. Raises as `compress`.
+    advance: gets the bytes of tensors that this rank has unpacked, as it does. Raises as `compress`.
     """
     started_s = time.perf_counter()
     with Checkpoint.open(source, comm) as checkpoint:
         if not checkpoint.is_packed:
             raise _everywhere(DataError(f"{source} is no archive, so it is what decompress would write"))
-        specs = specs_of(checkpoint)
-        rank, ranks = place_in(comm)
+        specs = checkpoint.specs
+        rank, ranks = rank_and_size(comm)
         blocks = my_blocks(specs, rank, ranks)
         slabs = [specs[name].block(name, index) for name, index in blocks]
-        unpacked = zip(slabs, ahead(lambda block: checkpoint.read_block(*block), blocks, ranks), strict=True)
+        unpacked = zip(slabs, map_ahead(lambda block: checkpoint.read_block(*block), blocks, ranks), strict=True)
 
         def next_block(slab: Slab) -> np.ndarray:
-            """The writer asks in the order of the file, as they come."""
+            """The next block; the writer calls in the order of the file, as they come."""
             expected, values = next(unpacked)
             assert slab == expected
             advance(values.nbytes)
@@ -124,7 +132,7 @@ def decompress(
 
 
 def _everywhere(error: HpcllmError) -> HpcllmError:
-    """All ranks have looked at the same directory, and raise the same."""
+    """Mark an error as raised by all ranks: all have the same directory."""
     error.everywhere = True
     return error
 
@@ -136,36 +144,39 @@ def _report(checkpoint: Checkpoint, target: Path, started_s: float) -> Report:
     return Report(checkpoint.path, target, checkpoint.file_bytes, written, tensors, seconds)
 
 
-def _make(temporary: Path, target: Path, index: Index, level: int) -> int:
-    """The file with all datasets and no chunk. Returns the size of its front."""
+def _create(temporary: Path, target: Path, index: Index, level: int) -> int:
+    """Create the file with all datasets and no chunk. Returns the size of its header."""
     try:
-        front = guard.front_bytes(index)
+        size = header_bytes(index)
         temporary.parent.mkdir(parents=True, exist_ok=True)
-        with skeleton.create(temporary, front) as file:
+        with file_layout.create(temporary, size) as file:
             for name in sorted(index.datasets):
                 _add_chunked(file, name, index.datasets[name], level)
     except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"cannot create {target}: {skeleton.reason(error)}") from error
-    return front
+        raise CheckpointError(f"cannot create {target}: {file_layout.reason(error)}") from error
+    return size
 
 
 def _add_chunked(file: h5py.File, name: str, spec: DatasetSpec, level: int) -> None:
-    """A dataset of which each block is to be a chunk. HDF5 chunks no scalar: it is made an array of one element."""
+    """Add a dataset of which each block is to be a chunk. HDF5 chunks no scalar: it becomes an array of one element."""
     creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     creation.set_chunk(spec.block_shape or (1,))
     creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     creation.set_shuffle()
     creation.set_filter(ZSTD_FILTER, h5py.h5z.FLAG_OPTIONAL, (level,))  # optional: this process has no such filter
     make_dataset(file, name, spec.shape or (1,), STORED_AS[spec.dtype], creation)
-    skeleton.say_dtype(file, name, spec)
+    file_layout.set_dtype(file, name, spec)
 
 
-def _pack_together(
+def _pack_blocks(
     checkpoint: Checkpoint, temporary: Path, level: int, advance: Callable[[int], None]
 ) -> np.ndarray | None:
-    """Returns /packed, on rank 0. Collective. Whoever fails goes on with empty chunks, so that nobody waits for it."""
-    comm, specs = checkpoint.comm, specs_of(checkpoint)
-    rank, ranks = place_in(comm)
+    """Pack all blocks into the file; returns /packed, on rank 0. Collective.
+
+    A rank that fails goes on with empty chunks, so that nobody waits for it.
+    """
+    comm, specs = checkpoint.comm, checkpoint.specs
+    rank, ranks = rank_and_size(comm)
     blocks = blocks_of(specs)
     first = FirstError()
 
@@ -174,7 +185,7 @@ def _pack_together(
             return b"" if first.error else _packed(checkpoint, block, level)
         return b""
 
-    mine = ahead(packed_or_empty, blocks[rank::ranks], ranks)
+    mine = map_ahead(packed_or_empty, blocks[rank::ranks], ranks)
     packed = None
     if comm and rank:
         for chunk in mine:
@@ -186,7 +197,7 @@ def _pack_together(
             packed = _write_chunks(temporary, specs, zip(blocks, chunks, strict=True), advance)
         for _ in chunks:  # of ranks that go on, if this one could not
             pass
-    raise_together(comm, _as_ours(first.error, temporary))
+    raise_if_any_failed(comm, _as_checkpoint_error(first.error, temporary))
     return packed
 
 
@@ -212,37 +223,37 @@ def _write_chunks(
             dataset.write_direct_chunk(start, chunk, filter_mask(len(chunk), specs[name].chunk_bytes))
             places.append((dataset.get_chunk_info_by_coord(start).byte_offset, len(chunk), checksum(chunk)))
             advance(block_bytes(specs, (name, index)))
-        front = file.userblock_size
+        size = file.userblock_size
     packed = np.array(places, dtype=np.uint64).reshape(-1, 3)
     if len(packed):
-        packed[:, 0] += _base(temporary, packed[0], front)
+        packed[:, 0] += _base(temporary, packed[0], size)
     return packed
 
 
-def _base(temporary: Path, first: np.ndarray, front: int) -> int:
-    """What offsets of chunks count from: some versions of HDF5 leave the front out. Raises CheckpointError.
+def _base(temporary: Path, first: np.ndarray, header_size: int) -> int:
+    """Byte of the file from which HDF5 counts offsets of chunks: some versions leave the header out.
 
-    first: what /packed would say of the first chunk.
+    first: row of the first chunk in /packed. Raises CheckpointError.
     """
     offset, length, xxh3 = map(int, first)
     with temporary.open("rb") as file:
-        for base in (0, front):
+        for base in (0, header_size):
             file.seek(offset + base)
             if checksum(file.read(length)) == xxh3:
                 return base
     raise CheckpointError(f"{temporary} does not have its first chunk where HDF5 says")
 
 
-def _as_ours(error: Exception | None, temporary: Path) -> Exception | None:
+def _as_checkpoint_error(error: Exception | None, temporary: Path) -> Exception | None:
     if isinstance(error, OSError | ValueError | RuntimeError):  # as the library has them
-        return CheckpointError(f"cannot write {temporary}: {skeleton.reason(error)}")
+        return CheckpointError(f"cannot write {temporary}: {file_layout.reason(error)}")
     return error
 
 
 def _send(comm: MPI.Intracomm, chunk: bytes) -> None:
-    """To rank 0, when it asks for it."""
-    from hpcllm.together import REPORT_LIMIT_S
-    from hpcllm.waiting import Waits
+    """Send a chunk to rank 0, when it receives it."""
+    from hpcllm.mpi.collective_errors import REPORT_LIMIT_S
+    from hpcllm.mpi.wait import Waits
 
     Waits(REPORT_LIMIT_S).all([comm.Isend(np.frombuffer(chunk, np.uint8), 0)], lambda: "rank 0 to write what is packed")
 
@@ -250,8 +261,8 @@ def _send(comm: MPI.Intracomm, chunk: bytes) -> None:
 def _receive(comm: MPI.Intracomm, rank: int) -> bytes:
     from mpi4py import MPI
 
-    from hpcllm.together import REPORT_LIMIT_S
-    from hpcllm.waiting import Waits
+    from hpcllm.mpi.collective_errors import REPORT_LIMIT_S
+    from hpcllm.mpi.wait import Waits
 
     status = MPI.Status()
     what = f"a chunk that rank {rank} packs"

@@ -1,15 +1,15 @@
-"""Checkpoints that are written behind the training: a step pays for a copy in memory, a thread for the file.
+"""Write checkpoints behind the training: a step pays for a copy in memory, a thread for the file.
 
     main thread   step | wait for the last write | copy | step | step | step: are all ranks done? | step ...
                                                      |                        ^
-    host memory                       [ model | moments | surplus ]           |       used again; pinned for a device
+    host memory                       [ model | moments | residuals ]         |       used again; pinned for a device
                                                      |                        |
     thread                                           plan (once), write, tidy-'       on a communicator of its own
 
 From a device the copy is handed to its stream, before the next step's work, and the thread waits for it: the loop does
 not. Every rank begins a write after the same step, and looks at its end after the same step too: whether a rank is done
-goes through the sum that ends each step anyway. A write that failed raises on all ranks what all of them were told; a
-rank that failed alone raises at once, and the job ends there. Needs MPI_THREAD_MULTIPLE: where the library gives less,
+goes through the sum that ends each step anyway. A write that failed raises the same error on all ranks; a rank that
+failed alone raises at once, and the job ends there. Needs MPI_THREAD_MULTIPLE: where the library gives less,
 and with `asynchronous` off, the same write is made in the loop, from the memory itself.
 """
 
@@ -29,11 +29,11 @@ from mpi4py import MPI
 from hpcllm.checkpoint.layout import Attribute
 from hpcllm.checkpoint.plan import Plan
 from hpcllm.checkpoint.slabs import Slab
-from hpcllm.checkpoint.state import Holdings, arrays_of
+from hpcllm.checkpoint.state import LocalSlabs, arrays_of
 from hpcllm.checkpoint.writer import Settings, WriteReport, prepare, write
 from hpcllm.collectives.worker import can_thread, run_in_order
 from hpcllm.errors import HpcllmError
-from hpcllm.together import on_root
+from hpcllm.mpi.collective_errors import on_root
 
 LANE = "checkpoint"
 ALIGN_BYTES = 64
@@ -47,8 +47,8 @@ class Written:
 
     step: int
     report: WriteReport
-    seconds: float  # from the copy to the end, with what is tidied away after the file has its name
-    waited_s: float  # in which this rank did not train: for the write before, and for the copy
+    seconds: float  # from the copy to the end, with the deletion of old files after the rename
+    waited_s: float  # seconds in which this rank did not train: for the write before, and for the copy
 
     @property
     def path(self) -> Path:
@@ -61,15 +61,15 @@ class _Underway:
     path: Path
     began_s: float
     waited_s: float
-    result: Future[tuple[WriteReport, float]]  # and when it was over
+    result: Future[tuple[WriteReport, float]]  # the report, and the clock when it was over
 
 
 @dataclass
 class Background:
     """Writes one checkpoint at a time. comm: nobody else's, for the thread.
 
-    check: called on rank 0 before a write and before the file gets its name; tidy: after it, and what it returns is a
-    note for people. Both in the thread.
+    check: called on rank 0 before a write and before the file gets its name; tidy: after it, and returns a note for
+    people. Both in the thread.
     """
 
     comm: MPI.Intracomm
@@ -92,7 +92,7 @@ class Background:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank has nothing left to do for a write that is under way. Raises what it raised here alone."""
+        """True if this rank has nothing left to do for the write under way. Raises an error of this rank alone."""
         if not self._underway or not self._underway.result.done():
             return False
         error = self._underway.result.exception()
@@ -101,12 +101,12 @@ class Background:
         return True
 
     def begin(
-        self, step: int, path: Path, held: Holdings, attributes: Mapping[str, Attribute], goes_on: bool = True
+        self, step: int, path: Path, held: LocalSlabs, attributes: Mapping[str, Attribute], goes_on: bool = True
     ) -> Written | None:
-        """Begin to write `path` from what the ranks hold, the same slabs each time. Collective over comm.
+        """Begin to write `path` from the slabs of all ranks, the same each time. Collective over comm.
 
-        goes_on: whether training does, so that a copy must be made. Waits for the write before and returns, or raises,
-        what became of it; None if there was none. What becomes of this one, `finish` says.
+        goes_on: True if training does, so that a copy must be made. Waits for the write before and returns its result,
+        or raises its error; None if there was none. `finish` returns the result of this one.
         """
         start_s = time.perf_counter()
         before = self.finish()
@@ -131,7 +131,7 @@ class Background:
     def finish(self, tell: Callable[[str], None] = lambda _: None) -> Written | None:
         """Wait for the write under way, if there is one. Collective over comm. Raises CheckpointError on all ranks.
 
-        tell: is given a line now and then, for a large file may take minutes, and no limit is set to it here.
+        tell: is given a line now and then: a large file may take minutes, and there is no time limit here.
         """
         if (now := self._underway) is None:
             return None
@@ -155,7 +155,7 @@ class Background:
 
 
 def _buffers(tensors: Mapping[Slab, torch.Tensor], pinned: bool) -> dict[Slab, torch.Tensor]:
-    """A tensor in host memory for each. Pages that are pinned come in powers of two anyway, so all pieces are such."""
+    """Make a tensor in host memory for each. Pinned memory comes in powers of two anyway, so all pieces are such."""
     left = sum(_room(tensor) for tensor in tensors.values())
     found, piece, place = {}, torch.empty(0, dtype=torch.uint8), 0
     for slab, tensor in tensors.items():

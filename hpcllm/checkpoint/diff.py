@@ -1,36 +1,39 @@
-"""Two checkpoints, whatever layout wrote them and whether packed or not: what differs between them, and by how much.
+"""Compare two checkpoints, whatever layout wrote them and whether packed or not: what differs, and by how much.
 
     attributes, keys of the run file     by value
     tensors                              name, shape, type; then block by block:
 
         a   [ 7f.. ][ 03.. ][ c1.. ]     the same cuts in every file, and the same checksums of equal blocks
         b   [ 7f.. ][ 9a.. ][ c1.. ]
-                    `---- compared element by element; the others are read, and are what their checksums say
+                    `---- compared element by element; the others are read and match their checksums
 
-How a file was written (when, by which ranks and versions) is told, but two files that differ in no more are the same.
+How a file was written (when, by which ranks and versions) is reported, but does not make two files differ.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hpcllm.checkpoint.ahead import ahead
 from hpcllm.checkpoint.layout import DatasetSpec, as_float64
-from hpcllm.checkpoint.reader import Checkpoint
+from hpcllm.checkpoint.reader import Checkpoint, map_ahead
+from hpcllm.system.text import printable
 
 CONFIG = "run/config"
 _HOW = ("run/written_at", "run/mesh/", "run/versions/", "written/", f"{CONFIG}/mesh.")  # it was written, not what
+_LONGEST = 60  # characters of a value in a line
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """What differs between two tensors of one name. Maxima are None where a difference is not finite."""
+    """Difference of two tensors of one name. Maxima are None where a difference is not finite."""
 
     elements: int
     differing: int
@@ -41,10 +44,10 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """Everything in which a file b differs from a file a."""
+    """All differences of a file b from a file a."""
 
     facts: dict[str, tuple[Any, Any]]  # attributes and "run/config/<table>.<key>"; None: not there
-    written: dict[str, tuple[Any, Any]]  # the same of how it was written, which does not count
+    written: dict[str, tuple[Any, Any]]  # keys on how it was written, which do not count
     only_a: list[str]
     only_b: list[str]
     specs: dict[str, tuple[DatasetSpec, DatasetSpec]]
@@ -54,14 +57,34 @@ class Difference:
     def is_none(self) -> bool:
         return not (self.facts or self.only_a or self.only_b or self.specs or self.tensors)
 
+    def as_dict(self, a: Path, b: Path) -> dict[str, Any]:
+        """Ready for JSON. "facts" and "written": key -> [in a, in b], null where it is not."""
+        return {
+            "a": str(a),
+            "b": str(b),
+            "same": self.is_none,
+            **dataclasses.asdict(self),
+            "specs": {name: [dataclasses.asdict(spec) for spec in pair] for name, pair in self.specs.items()},
+        }
+
+    def lines(self, a: Path, b: Path) -> list[str]:
+        """One line for each difference, those that count first."""
+        counted = [f"{printable(name)} is only in {side}" for side in "ab" for name in getattr(self, f"only_{side}")]
+        counted += [f"{printable(name)}: {_pair(*map(_spec_text, pair))}" for name, pair in self.specs.items()]
+        counted += [f"{printable(name)}: {_tensor_text(tensor)}" for name, tensor in self.tensors.items()]
+        counted += [f"@{printable(key)}: {_pair(*map(_value_text, pair))}" for key, pair in self.facts.items()]
+        told = [f"(@{printable(key)}: {_pair(*map(_value_text, pair))})" for key, pair in self.written.items()]
+        end = f"{len(counted)} difference{'s' if len(counted) > 1 else ''}" if counted else "the same"
+        return [f"a = {printable(str(a))}", f"b = {printable(str(b))}", *counted, *told, end]
+
 
 def difference(
     a: Checkpoint, b: Checkpoint, tolerance: float | None = None, advance: Callable[[int], None] = lambda _: None
 ) -> Difference:
-    """How b differs from a; never more than a few blocks are in memory. Not collective.
+    """Compare b with a, with no more than a few blocks in memory. Not collective.
 
     tolerance: None compares bits; else numbers are equal if |a - b| <= tolerance (1 + max(|a|, |b|)), or both NaN.
-    advance: told the bytes that were compared, as they are. Raises CheckpointError if what is read has changed.
+    advance: gets the bytes that were compared, as they are. Raises CheckpointError if what is read has changed.
     """
     facts, written = _facts(a.attributes, b.attributes)
     both = [name for name in a.datasets if name in b.datasets]
@@ -117,12 +140,11 @@ def _tensor(
         found = _values(*values, one.spec.dtype, other.spec.dtype, tolerance)
         if found.first is None:
             return None
-        first = tuple(s + at for s, at in zip(slab.start, found.first, strict=True))
-        return TensorDifference(found.elements, found.differing, first, found.max_absolute, found.max_relative)
+        return replace(found, first=tuple(s + at for s, at in zip(slab.start, found.first, strict=True)))
 
     found = []
-    for index, block in enumerate(ahead(compare, range(one.spec.blocks))):
-        advance(one.bytes_of(one.block(index)))
+    for index, block in enumerate(map_ahead(compare, range(one.spec.blocks))):
+        advance(one.block(index).elements * one.spec.item_bytes)
         found += [block] if block else []
     return TensorDifference(
         math.prod(one.spec.shape),
@@ -134,7 +156,7 @@ def _tensor(
 
 
 def _values(a: np.ndarray, b: np.ndarray, dtype_a: str, dtype_b: str, tolerance: float | None) -> TensorDifference:
-    """Of one block. Bits are compared where the types are the same and there is no tolerance, else numbers."""
+    """Compare one block: its bits where the types are the same and there is no tolerance, else its numbers."""
     one, other = as_float64(a, dtype_a), as_float64(b, dtype_b)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         apart = np.abs(one - other)
@@ -149,20 +171,38 @@ def _values(a: np.ndarray, b: np.ndarray, dtype_a: str, dtype_b: str, tolerance:
         else:
             differs = apart != 0
     count = int(np.count_nonzero(differs))
-    first = np.unravel_index(int(np.argmax(differs)), differs.shape) if count else None
-    return TensorDifference(
-        a.size,
-        count,
-        None if first is None else tuple(map(int, first)),
-        _finite(apart.max(initial=0.0)),
-        _finite(relative.max(initial=0.0)),
-    )
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
+    first = tuple(map(int, np.unravel_index(int(np.argmax(differs)), differs.shape))) if count else None
+    largest = (float(values.max(initial=0.0)) for values in (apart, relative))
+    return TensorDifference(a.size, count, first, *(value if math.isfinite(value) else None for value in largest))
 
 
 def _largest(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return max(known, default=0.0) if len(known) == len(values) else None
+
+
+def _pair(one: str, other: str) -> str:
+    return f"{one} in a, {other} in b"
+
+
+def _spec_text(spec: DatasetSpec) -> str:
+    return f"{spec.dtype} ({', '.join(map(str, spec.shape))})"
+
+
+def _tensor_text(found: TensorDifference) -> str:
+    share = f"{found.differing:,} of {found.elements:,} elements differ"
+    return (
+        f"{share}, by at most {_number_text(found.max_absolute)} (relative {_number_text(found.max_relative)}), "
+        f"first at {list(found.first or ())}"
+    )
+
+
+def _number_text(value: float | None) -> str:
+    return "a number that is not finite" if value is None else f"{value:.3g}"
+
+
+def _value_text(value: Any) -> str:
+    if value is None:
+        return "not there"
+    text = printable(repr(value))
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -1,43 +1,43 @@
-"""What a checkpoint file says that it holds, read by one process and believed only after it was checked.
+"""Directory of a checkpoint file: everything but the tensors, read by one process and checked before it is used.
 
-    front of the file -> index -> every extent inside the file, and no two share a byte -> all that is no tensor's is as
-    it was written -> /checksums, and in an archive /packed: where each packed block lies
+    header -> index -> every extent inside the file, and no two share a byte -> every byte that is not a tensor's has
+    the checksum it was written with -> /checksums, and in an archive /packed: where each packed block lies
 
-A file may come from anyone: no more is read, allocated or parsed than a file of its size could need, and what is wrong
-is a CheckpointError that says so. A regular file of ours is all that is ever opened.
+A file may come from anyone: no more is read, allocated or parsed than a file of its size could need, and every fault is
+a CheckpointError that names it. Only regular files are opened, never a directory, a pipe that nobody writes to, or a
+device without an end; links are followed. All reading goes through one descriptor, so a file that replaces another of
+the same name does not mix with it.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from hpcllm.checkpoint import guard
-from hpcllm.checkpoint.blocks import first_element
-from hpcllm.checkpoint.guard import Extent
-from hpcllm.checkpoint.index import Index, parse_index
+from hpcllm.checkpoint.header import Extent, Index, check_header, gaps_between, parse_index, read_header
 from hpcllm.checkpoint.layout import CHECKSUMS, PACKED, Attribute, DatasetSpec, as_bytes, checksum_ranges
-from hpcllm.checkpoint.regular import open_regular, read_at
 from hpcllm.checkpoint.slabs import Slab
 from hpcllm.errors import CheckpointError
 
-_TABLE = np.dtype("<u8")
 PACKED_WORDS = 3  # offset, bytes, XXH3 of the bytes of a packed block
+_TABLE = np.dtype("<u8")
+_REQUEST_BYTES = 1 << 23  # Linux cuts calls at 2 GiB
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A dataset of the file, and what is known of each of its blocks."""
+    """A dataset of the file, with the place and checksum of each of its blocks."""
 
     name: str
     spec: DatasetSpec
     offset: int  # of its first byte; 0 in an archive
     checksums: np.ndarray  # (blocks,) uint64
-    packed: np.ndarray | None = None  # (blocks, 3) uint64, in an archive: offset, bytes, XXH3 of each as it lies there
+    packed: np.ndarray | None = None  # (blocks, 3) uint64, in an archive: offset, bytes, XXH3 of each packed block
 
     def block(self, index: int) -> Slab:
         return self.spec.block(self.name, index)
@@ -47,16 +47,12 @@ class Stored:
         if self.packed is not None:
             return int(self.packed[index, 0]), int(self.packed[index, 1])
         slab = self.block(index)
-        return self.offset + first_element(slab, self.spec.shape) * self.spec.item_bytes, self.bytes_of(slab)
-
-    def bytes_of(self, slab: Slab) -> int:
-        """Of a slab's elements in memory."""
-        return slab.elements * self.spec.item_bytes
+        return self.offset + self.spec.block_offset(slab), slab.elements * self.spec.item_bytes
 
 
 @dataclass(frozen=True)
 class Directory:
-    """All of a file but the tensors."""
+    """Content of a file without its tensors."""
 
     file_bytes: int
     datasets: dict[str, Stored]
@@ -65,7 +61,7 @@ class Directory:
 
 @dataclass(frozen=True)
 class Tables:
-    """What makes a directory, as it lies in a file: checked, and fit to be sent to other ranks."""
+    """The checked bytes of which a directory is made, as they lie in a file; rank 0 sends them to other ranks."""
 
     index: bytes
     checksums: np.ndarray  # (blocks,) uint64
@@ -94,20 +90,58 @@ def read_tables(descriptor: int, path: Path) -> Tables:
 
 
 def make_directory(tables: Tables) -> Directory:
-    """tables: of read_tables."""
+    """The directory of a file, from its checked tables."""
     index = parse_index(tables.index)
     datasets = {}
     for name, place in checksum_ranges(index.datasets).items():
         part = slice(place.start, place.stop)
         packed = None if tables.packed is None else tables.packed[part]
-        spec, offset = index.datasets[name], index.offsets.get(name, 0)
-        datasets[name] = Stored(name, spec, offset, tables.checksums[part], packed)
+        datasets[name] = Stored(name, index.datasets[name], index.offsets.get(name, 0), tables.checksums[part], packed)
     return Directory(index.file_bytes, datasets, index.attributes)
 
 
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading; returns a descriptor, to be closed by the caller. Raises CheckpointError."""
+    descriptor = -1
+    try:
+        if stat.S_ISREG(os.stat(path).st_mode):  # first, as to open a device can have effects
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return descriptor
+            os.close(descriptor)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
+    raise CheckpointError(f"cannot read {path}: it is a directory, pipe or device; valid: a regular file")
+
+
+def read_at(descriptor: int, out: memoryview, offset: int) -> int:
+    """Fill `out`, bytes, from byte `offset` of the file on; returns how many there were. Raises OSError."""
+    done = 0
+    while done < len(out):
+        count = os.preadv(descriptor, [out[done : done + _REQUEST_BYTES]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def is_ours(path: Path) -> bool:
+    """True if a file begins as our checkpoints do, sound or not. Raises CheckpointError if it cannot be read."""
+    descriptor = open_regular(path)
+    try:
+        read_header(descriptor)
+    except CheckpointError:
+        return False
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+    return True
+
+
 def _read_tables(descriptor: int) -> Tables:
-    front = guard.read_front(descriptor)
-    text = front.body.rstrip(b"\0")
+    header = read_header(descriptor)
+    text = header.body.rstrip(b"\0")
     index = parse_index(text)
     file_bytes = os.fstat(descriptor).st_size
     if index.file_bytes != file_bytes:
@@ -116,10 +150,10 @@ def _read_tables(descriptor: int) -> Tables:
     packed = None
     if PACKED in index.tables:
         packed = _table(descriptor, index, PACKED).reshape(-1, PACKED_WORDS)
-    extents = guard.tensor_extents(index, packed)
+    extents = index.tensor_extents(packed)
     tables = [(offset, size) for name, offset in index.tables.items() if (size := _table_bytes(index, name))]
-    guard.outside(np.concatenate([extents, np.array(tables, np.uint64).reshape(-1, 2)]), front.bytes, file_bytes)
-    guard.check(descriptor, front, index, extents)
+    gaps_between(np.concatenate([extents, np.array(tables, np.uint64).reshape(-1, 2)]), header.bytes, file_bytes)
+    check_header(descriptor, header, index, extents)
     return Tables(text, checksums, packed)
 
 

@@ -1,15 +1,20 @@
-"""Parts of blocks travel: from those who hold them to the owners who write, from the owners who read to all in need.
+"""Exchange parts of blocks: from holders to the owners who write, from the owners who read to all in need.
 
     turn k of rank r      write                                        read
     AHEAD of it           receive others' parts of my k-th block       receive my parts of all owners' k-th blocks
                           send my parts of all owners' k-th blocks
-    in its turn           wait for my k-th block, take it              read my k-th block, send everyone's parts of it
+    in its turn           wait for my k-th block, write it             read my k-th block, send everyone's parts of it
 
 Free of deadlock, by induction over k: what a rank waits for in turn k, its peers send before they wait for anything of
 turn k. A message is a block at most, 4 MiB. Messages and memory of WINDOW turns exist at a time: of own blocks one a
-turn; of others', one part for each owner who has something of ours in its k-th block, with memory aside only where that
-part has gaps. In writing these are few; a rank that reads all of a tp shard may meet every owner in one turn, and then
-has up to its gapped slabs aside.
+turn; of others', one part for each owner who has something of ours in its k-th block, with scratch memory only where
+that part has gaps. In writing these are few; a rank that reads all of a tp shard may meet every owner in one turn, and
+then has up to its gapped slabs in scratch memory.
+
+    array of a slab            part        message                  array of a block
+    . . # # . .                a box       # # # # # #  -- MPI -->  . # # . . .        packed and unpacked: it has gaps
+    . . # # . .                                                     . # # . . .
+    = = = = = =                rows        = = = = = =  -- MPI -->  = = = = = =        in one stretch: as it is
 
 A block that lies in one stretch in a slab is not copied: it is written from there, or read into it. A rank whose disk
 or source fails goes on exchanging, so that nobody waits for it, and raises when the exchange is over.
@@ -18,25 +23,66 @@ Works without MPI: comm=None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from hpcllm.checkpoint import layout
 from hpcllm.checkpoint import plan as planning
 from hpcllm.checkpoint.layout import DatasetSpec, as_bytes
-from hpcllm.checkpoint.messages import Arrays, FirstError, Messages, Placed
-from hpcllm.checkpoint.plan import OwnBlock, Plan
-from hpcllm.checkpoint.slabs import Slab, stretch
-from hpcllm.errors import CheckpointError
-from hpcllm.together import raise_together
+from hpcllm.checkpoint.plan import BlockTask, Plan
+from hpcllm.checkpoint.slabs import Slab, part_of, stretch
+from hpcllm.mpi.collective_errors import on_all
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from hpcllm.mpi.wait import Waits
+
 T = TypeVar("T")
+
 WINDOW = 4  # turns of which messages and memory exist
 AHEAD = 2  # turns by which messages are started early
+_SCRATCH_BYTES = layout.BLOCK_BYTES
+_LINE_BYTES = 64  # of a cache
+
+
+@dataclass(frozen=True)
+class SlabArray:
+    """An array that holds the elements of a slab."""
+
+    array: np.ndarray  # C-contiguous, of the slab's shape
+    slab: Slab
+
+    def part(self, box: Slab) -> np.ndarray:
+        """The elements of a box inside the slab: a view."""
+        inside = part_of(box, self.slab)
+        assert inside is not None
+        return self.array[inside]
+
+    def in_one_stretch(self, box: Slab) -> np.ndarray | None:
+        """A C-contiguous view of a box inside the slab; None if it has gaps."""
+        place = stretch(box, self.slab)
+        return None if place is None else self.array.reshape(-1)[place : place + box.elements].reshape(box.shape)
+
+
+class FirstError:
+    """A `with` context, for use again and again, that remembers the first error and lets what follows go on."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.error = self.error or error
+        return True
 
 
 def make_plan(
@@ -47,107 +93,201 @@ def make_plan(
     specs: of at least the datasets of this rank's slabs. exactly_once: the slabs of all ranks hold every element of
     every dataset once, as in writing; the plan's specs are then those of all ranks. Raises CheckpointError on all.
     """
-    raise_together(comm, planning.fault_of(specs, slabs))
+    on_all(comm, lambda: planning.check_slabs(specs, slabs))
     used = {slab.dataset for slab in slabs}
-    told = {name: spec for name, spec in specs.items() if exactly_once or name in used}
+    specs = {name: spec for name, spec in specs.items() if exactly_once or name in used}
     if comm is None:
-        return planning.plan_all([(told, slabs)], exactly_once=exactly_once)[0]
-    asked = _all_to_all(comm, planning.requests(told, slabs, comm.rank, comm.size))
-    tasks: list[list[OwnBlock]] = []
-    error = None
-    try:
-        tasks = planning.tasks(asked, comm.size, exactly_once=exactly_once)
-    except CheckpointError as fault:
-        error = fault
-    raise_together(comm, error)
-    own = planning.own_blocks(_all_to_all(comm, tasks))
-    errands = planning.in_turn(_all_to_all(comm, planning.errands(own, comm.rank, comm.size)))
+        return planning.plan_all([(specs, slabs)], exactly_once=exactly_once)[0]
+    requests = _all_to_all(comm, planning.requests(specs, slabs, comm.rank, comm.size))
+    assigned = on_all(comm, lambda: planning.assign_all(requests, comm.size, exactly_once=exactly_once))
+    tasks = planning.in_file_order(_all_to_all(comm, assigned))
+    remote = planning.by_turn(_all_to_all(comm, planning.remote_parts(tasks, comm.rank, comm.size)))
     if exactly_once:
-        merged = comm.allgather({request.name: request.spec for request in asked})
-        told = {name: spec for each in merged for name, spec in each.items()}
-    return Plan(comm.rank, dict(sorted(told.items())), tuple(slabs), own, errands)
+        merged = comm.allgather({request.name: request.spec for request in requests})
+        specs = {name: spec for each in merged for name, spec in each.items()}
+    return Plan(comm.rank, dict(sorted(specs.items())), tuple(slabs), tasks, remote)
 
 
 def to_owners(
     plan: Plan,
     comm: MPI.Intracomm | None,
     array_of: Callable[[Slab], np.ndarray],
-    take: Callable[[Slab, int, memoryview], None],
+    write_block: Callable[[str, int, memoryview], None],
 ) -> None:
-    """Hand each block, gathered from all who hold parts of it, to its owner's `take`. Collective over comm.
+    """Hand each block, gathered from all who hold parts of it, to its owner's `write_block`. Collective over comm.
 
-    array_of: a C-contiguous array of the stored type, in the slab's shape; asked for once, and kept from the first turn
-    that needs it to the last. take(block, its index in its dataset, its bytes): called for this rank's blocks in the
-    order of the file, until something goes wrong. What array_of or take raises, this rank alone raises, at the end.
+    array_of: a C-contiguous array of the stored type, in the slab's shape; called once, and the array is kept from the
+    first turn that needs it to the last. write_block(dataset, index of the block, its bytes): called for this rank's
+    blocks in the order of the file, until something goes wrong. An error of either is raised by this rank alone, at the
+    end.
     """
     first, window = FirstError(), _window(comm)
-    arrays = Arrays(plan.slabs, plan.uses(), array_of, first)
-    blocks: dict[int, Placed] = {}  # that are put together, by turn
+    arrays = _LocalArrays(plan, array_of, first)
+    gathering: dict[int, SlabArray] = {}  # turn -> block that is put together
     for turn in range(-AHEAD, plan.turns):
         coming, messages = turn + AHEAD, window[(turn + AHEAD) % WINDOW]
         messages.settle()
-        if coming < len(plan.own) and _home(plan, plan.own[coming]) is None:
-            blocks[coming] = _expect(plan, plan.own[coming], messages)
-        for errand in plan.errands_of(coming):
-            source = arrays.use(errand.number) or messages.memory.array(errand.box, plan.stored(errand.box))
-            messages.send(source, errand.box, errand.owner)
-        if 0 <= turn < len(plan.own):
-            own = plan.own[turn]
-            values = _gathered(plan, own, blocks.pop(turn, None), arrays, window[turn % WINDOW])
+        if coming < len(plan.tasks) and plan.whole_in(plan.tasks[coming]) is None:
+            gathering[coming] = _receive_parts(plan, plan.tasks[coming], messages)
+        for part in plan.remote_in(coming):
+            source = arrays.use(part.number) or messages.scratch(part.box, plan.dtype(part.box))
+            messages.send(source, part.box, part.owner)
+        if 0 <= turn < len(plan.tasks):
+            task = plan.tasks[turn]
+            values = _gather(plan, task, gathering.pop(turn, None), arrays, window[turn % WINDOW])
             if values is not None and not first.error:
                 with first:
-                    take(own.box, own.index, as_bytes(values))
+                    write_block(task.box.dataset, task.index, as_bytes(values))
     _end(window, first)
 
 
 def from_owners(
     plan: Plan,
     comm: MPI.Intracomm | None,
-    give: Callable[[Slab, memoryview], None],
+    read_block: Callable[[str, int, memoryview], None],
     array_of: Callable[[Slab], np.ndarray],
 ) -> None:
-    """Fill all slabs with what `give` reads of each block, once, at its owner. Collective over comm.
+    """Fill all slabs with what `read_block` reads of each block, once, at its owner. Collective over comm.
 
-    give(block, memory to fill): called for this rank's blocks in the order of the file. array_of: the array to be
-    filled, as in to_owners. What they raise, this rank alone raises, at the end; others have then got anything, so
-    agree before the arrays are used.
+    read_block(dataset, index of the block, memory to fill): called for this rank's blocks in the order of the file.
+    array_of: the array to be filled, as in to_owners. Their errors are raised by this rank alone, at the end; others
+    then hold anything, so agree before the arrays are used.
     """
     first, window = FirstError(), _window(comm)
-    arrays = Arrays(plan.slabs, plan.uses(), array_of, first)
+    arrays = _LocalArrays(plan, array_of, first)
     for turn in range(-AHEAD, plan.turns):
-        coming, messages = turn + AHEAD, window[(turn + AHEAD) % WINDOW]
+        messages = window[(turn + AHEAD) % WINDOW]
         messages.settle()
-        for errand in plan.errands_of(coming):
-            target = arrays.use(errand.number) or messages.memory.array(errand.box, plan.stored(errand.box))
-            messages.receive(target, errand.box, errand.owner)
-        if 0 <= turn < len(plan.own):
-            _scatter(plan, plan.own[turn], give, arrays, window[turn % WINDOW], first)
+        for part in plan.remote_in(turn + AHEAD):
+            target = arrays.use(part.number) or messages.scratch(part.box, plan.dtype(part.box))
+            messages.receive(target, part.box, part.owner)
+        if 0 <= turn < len(plan.tasks):
+            _scatter(plan, plan.tasks[turn], read_block, arrays, window[turn % WINDOW], first)
     _end(window, first)
 
 
-def _home(plan: Plan, own: OwnBlock) -> int | None:
-    """Which of our slabs has all of our block in one stretch."""
-    for part in own.parts:
-        if part.rank == plan.rank and part.box == own.box and stretch(own.box, plan.slabs[part.number]) is not None:
-            return part.number
-    return None
+class _LocalArrays:
+    """This rank's slabs as arrays: each fetched once, when it is first used, and released after its last use."""
+
+    def __init__(self, plan: Plan, array_of: Callable[[Slab], np.ndarray], first: FirstError) -> None:
+        self._slabs, self._array_of, self._first = plan.slabs, array_of, first
+        self._uses_left = Counter(plan.uses())
+        self._held: dict[int, SlabArray] = {}
+
+    def use(self, number: int) -> SlabArray | None:
+        """The array of slab `number`; None once something has gone wrong."""
+        if number not in self._held and not self._first.error:
+            with self._first:
+                self._held[number] = SlabArray(self._array_of(self._slabs[number]), self._slabs[number])
+        self._uses_left[number] -= 1
+        return self._held.get(number) if self._uses_left[number] else self._held.pop(number, None)
 
 
-def _expect(plan: Plan, own: OwnBlock, messages: Messages) -> Placed:
-    """Memory for a block of ours; what others have of it is on its way there."""
-    block = messages.memory.array(own.box, plan.stored(own.box))
-    for part in own.parts:
+@dataclass
+class _Messages:
+    """Messages of one turn under way, and scratch memory for them, used again turn after turn."""
+
+    comm: MPI.Intracomm | None
+    waits: Waits | None
+    _sends: list[MPI.Request] = field(default_factory=list)
+    _receives: list[MPI.Request] = field(default_factory=list)
+    _unpack: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # target, received values
+    _held: list[np.ndarray] = field(default_factory=list)  # requests hold no reference to what they send from
+    _peers: set[int] = field(default_factory=set)
+    _chunks: list[np.ndarray] = field(default_factory=list)  # scratch memory
+    _used: int = 0  # chunks
+    _place: int = 0  # byte in the last used chunk
+
+    def scratch(self, box: Slab, dtype: np.dtype[Any]) -> SlabArray:
+        """Unwritten memory for a box of at most a block, until the turn is settled."""
+        count = box.elements * dtype.itemsize
+        if not self._used or self._place + count > _SCRATCH_BYTES:
+            if self._used == len(self._chunks):
+                self._chunks.append(np.empty(_SCRATCH_BYTES, np.uint8))
+            self._used, self._place = self._used + 1, 0
+        piece = self._chunks[self._used - 1][self._place : self._place + count]
+        self._place += -(-count // _LINE_BYTES) * _LINE_BYTES
+        return SlabArray(piece.view(dtype).reshape(box.shape), box)
+
+    def send(self, source: SlabArray, box: Slab, peer: int) -> None:
+        """Start to send a box inside the source."""
+        assert self.comm is not None
+        values = source.in_one_stretch(box)
+        if values is None:
+            values = self.scratch(box, source.array.dtype).array
+            values[...] = source.part(box)
+        self._sends.append(self.comm.Isend(self._hold(values, peer), peer))
+
+    def receive(self, target: SlabArray, box: Slab, peer: int) -> None:
+        """Start to receive a box inside the target; complete once `wait_received` returns."""
+        assert self.comm is not None
+        values = target.in_one_stretch(box)
+        if values is None:
+            values = self.scratch(box, target.array.dtype).array
+            self._unpack.append((target.part(box), values))
+        self._receives.append(self.comm.Irecv(self._hold(values, peer), peer))
+
+    def wait_received(self) -> None:
+        self._wait(self._receives)
+        for target, values in self._unpack:
+            target[...] = values
+        self._receives.clear()
+        self._unpack.clear()
+
+    def settle(self) -> None:
+        """Wait for everything, then give the memory back."""
+        self.wait_received()
+        self._wait(self._sends)
+        for spent in (self._sends, self._held, self._peers):
+            spent.clear()
+        self._used, self._place = 0, 0
+
+    def _hold(self, values: np.ndarray, peer: int) -> np.ndarray:
+        self._held.append(values)
+        self._peers.add(peer)
+        return values.reshape(-1).view(np.uint8)
+
+    def _wait(self, pending: Sequence[MPI.Request]) -> None:
+        if self.waits and self.comm:
+            comm, peers = self.comm, self._peers
+            self.waits.all(pending, lambda: f"parts of blocks from or to {_names(comm, peers)}")
+
+
+def _names(comm: MPI.Intracomm, peers: Iterable[int]) -> str:
+    from mpi4py import MPI
+
+    from hpcllm.mpi.rank_names import name_ranks
+
+    return name_ranks(comm.group.Translate_ranks(sorted(peers), MPI.COMM_WORLD.group), most_runs=3)
+
+
+def _window(comm: MPI.Intracomm | None) -> list[_Messages]:
+    if not comm:
+        return [_Messages(None, None) for _ in range(WINDOW)]
+    from hpcllm.mpi.collective_errors import REPORT_LIMIT_S
+    from hpcllm.mpi.wait import Waits
+
+    waits = Waits(REPORT_LIMIT_S)
+    return [_Messages(comm, waits) for _ in range(WINDOW)]
+
+
+def _receive_parts(plan: Plan, task: BlockTask, messages: _Messages) -> SlabArray:
+    """Start to receive others' parts of a block of ours; returns its memory."""
+    block = messages.scratch(task.box, plan.dtype(task.box))
+    for part in task.parts:
         if part.rank != plan.rank:
             messages.receive(block, part.box, part.rank)
     return block
 
 
-def _gathered(plan: Plan, own: OwnBlock, block: Placed | None, arrays: Arrays, messages: Messages) -> np.ndarray | None:
+def _gather(
+    plan: Plan, task: BlockTask, block: SlabArray | None, arrays: _LocalArrays, messages: _Messages
+) -> np.ndarray | None:
     """All of a block of ours; None if our own part of it cannot be had."""
-    messages.arrived()
-    mine = [(part, arrays.use(part.number)) for part in own.parts if part.rank == plan.rank]
+    messages.wait_received()
+    mine = [(part, arrays.use(part.number)) for part in task.parts if part.rank == plan.rank]
     if block is None:
-        return next((source.in_one_stretch(own.box) for _, source in mine if source), None)
+        return next((source.in_one_stretch(task.box) for _, source in mine if source), None)
     for part, source in mine:
         if source:
             block.part(part.box)[...] = source.part(part.box)
@@ -156,38 +296,28 @@ def _gathered(plan: Plan, own: OwnBlock, block: Placed | None, arrays: Arrays, m
 
 def _scatter(
     plan: Plan,
-    own: OwnBlock,
-    give: Callable[[Slab, memoryview], None],
-    arrays: Arrays,
-    messages: Messages,
+    task: BlockTask,
+    read_block: Callable[[str, int, memoryview], None],
+    arrays: _LocalArrays,
+    messages: _Messages,
     first: FirstError,
 ) -> None:
-    """Read a block of ours, into our slab if it has room for it in one stretch, and give everyone their parts."""
-    mine = {part.number: arrays.use(part.number) for part in own.parts if part.rank == plan.rank}
-    home = _home(plan, own)
-    target = mine.pop(home) if home is not None else None
-    values = target.in_one_stretch(own.box) if target else None
-    block = messages.memory.array(own.box, plan.stored(own.box)) if values is None else Placed(values, own.box)
+    """Read a block of ours, into our slab if it has room for it in one stretch, and send everyone their parts."""
+    mine = {part.number: arrays.use(part.number) for part in task.parts if part.rank == plan.rank}
+    number = plan.whole_in(task)
+    target = mine.pop(number) if number is not None else None
+    values = target.in_one_stretch(task.box) if target else None
+    block = messages.scratch(task.box, plan.dtype(task.box)) if values is None else SlabArray(values, task.box)
     with first:
-        give(own.box, as_bytes(block.array))
-    for part in own.parts:
+        read_block(task.box.dataset, task.index, as_bytes(block.array))
+    for part in task.parts:
         if part.rank != plan.rank:
             messages.send(block, part.box, part.rank)
         elif target := mine.get(part.number):
             target.part(part.box)[...] = block.part(part.box)
 
 
-def _window(comm: MPI.Intracomm | None) -> list[Messages]:
-    if not comm:
-        return [Messages(None, None) for _ in range(WINDOW)]
-    from hpcllm.together import REPORT_LIMIT_S
-    from hpcllm.waiting import Waits
-
-    waits = Waits(REPORT_LIMIT_S)
-    return [Messages(comm, waits) for _ in range(WINDOW)]
-
-
-def _end(window: list[Messages], first: FirstError) -> None:
+def _end(window: list[_Messages], first: FirstError) -> None:
     for messages in window:
         messages.settle()
     if first.error:
@@ -195,5 +325,5 @@ def _end(window: list[Messages], first: FirstError) -> None:
 
 
 def _all_to_all(comm: MPI.Intracomm, lists: Sequence[Sequence[T]]) -> list[T]:
-    """What all ranks tell this one, in their order; lists: what it tells each."""
+    """The items that all ranks have for this one, in their order; lists: this rank's items for each."""
     return [one for told in comm.alltoall(lists) for one in told]

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, for people and for programs; needs neither MPI nor torch.
+"""Describe the contents of a checkpoint, for people and for programs; needs neither MPI nor torch.
 
 step_00001000.h5   14.2 MB   86 tensors, 14.1 MB in 96 blocks, all as they were written
 step 1000, written 2026-05-01T12:00:00+00:00, by 4 ranks, mesh dp=2 pp=1 tp=2, writer offsets, hpcllm 0.1.0, torch 2.7.0
@@ -19,24 +19,23 @@ from typing import Any
 
 import numpy as np
 
-from hpcllm.checkpoint.layout import as_float64
+from hpcllm.checkpoint.layout import Block, as_float64, block_bytes, blocks_of
 from hpcllm.checkpoint.reader import Checkpoint
-from hpcllm.checkpoint.shares import Block, block_bytes, blocks_of
-from hpcllm.checkpoint.verify import Damage, damage_line, specs_of, survey
-from hpcllm.printable import printable, size_text
+from hpcllm.checkpoint.verify import Damage, damage_line, survey
+from hpcllm.system.text import printable, size_text
 
 
 def describe(checkpoint: Checkpoint, advance: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
-    """Everything but the tensors' values, ready for JSON; each tensor with its norm. All of the file is read.
+    """Describe all but the tensors' values, ready for JSON; each tensor with its norm. All of the file is read.
 
     {"path", "file_bytes", "tensor_bytes", "packed", "attributes": {key: value}, "datasets": {name: {"shape", "dtype",
     "bytes", "stored_bytes", "blocks", "damaged", "norm"}}, "damage": [{"dataset", "start", "shape", ...}]}
     norm: sqrt of the sum of squares; None for whole numbers, or if it is not finite, or if a block is damaged.
-    advance: told the bytes that were read, as they are. Not collective.
+    advance: is given the number of bytes read, as they are. Not collective.
     """
     squares: dict[str, float] = {}
     damage: list[Damage] = []
-    specs = specs_of(checkpoint)
+    specs = checkpoint.specs
     for block, found in survey(checkpoint, blocks_of(specs), lambda *both: _squares(checkpoint, *both)):
         advance(block_bytes(specs, block))
         if isinstance(found, Damage):
@@ -57,7 +56,7 @@ def describe(checkpoint: Checkpoint, advance: Callable[[int], None] = lambda _: 
 
 
 def tree_lines(found: Mapping[str, Any]) -> list[str]:
-    """What `describe` found, drawn."""
+    """Draw the result of `describe` as a tree."""
     return [*_head(found), *_branches(_nested(found), "")]
 
 

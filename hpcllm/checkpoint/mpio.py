@@ -1,6 +1,6 @@
-"""The same file by a parallel HDF5: h5py built with MPI, collective writes through MPI-IO.
+"""Write the same file with a parallel HDF5: h5py built with MPI, collective writes through MPI-IO.
 
-    all      make the file together, then for each dataset, in the order of names
+    all      create the file together, then for each dataset, in the order of names
                write 1 .. n    n: the most slabs that a rank has of it, cut to requests below 2 GiB;
                                a rank with fewer takes part with nothing, or the others would wait for it for ever
 
@@ -17,12 +17,12 @@ import h5py
 import numpy as np
 from mpi4py import MPI
 
-from hpcllm.checkpoint import skeleton
-from hpcllm.checkpoint.messages import FirstError
+from hpcllm.checkpoint import file_layout
+from hpcllm.checkpoint.exchange import FirstError
 from hpcllm.checkpoint.plan import Plan, check_array
 from hpcllm.checkpoint.slabs import Slab, boxes
 from hpcllm.errors import CheckpointError, ConfigError
-from hpcllm.together import raise_together
+from hpcllm.mpi.collective_errors import raise_if_any_failed
 
 REQUEST_BYTES = 1 << 30  # older MPI-IO and HDF5 count bytes of a request in 32 bits
 
@@ -37,30 +37,30 @@ def check_writer(writer: str) -> None:
 
 
 def write(
-    temporary: Path, comm: MPI.Intracomm, plan: Plan, array_of: Callable[[Slab], np.ndarray], front: int
+    temporary: Path, comm: MPI.Intracomm, plan: Plan, array_of: Callable[[Slab], np.ndarray], header_bytes: int
 ) -> dict[str, int]:
-    """Make the file and write all slabs. Collective over comm. Returns dataset -> byte offset, on all ranks.
+    """Create the file and write all slabs. Collective over comm. Returns dataset -> byte offset, on all ranks.
 
-    array_of: as in writer.write. front: as in skeleton.make. Raises CheckpointError on all ranks, or what an array_of
-    raised of HpcllmError.
+    array_of: as in writer.write. header_bytes: room for the header. Raises CheckpointError on all ranks, or an
+    HpcllmError that array_of raised.
     """
     error: Exception | None = None
     offsets: dict[str, int] = {}
     try:
-        offsets = skeleton.make(temporary, plan.specs, front, driver="mpio", comm=comm)
+        offsets = file_layout.allocate_datasets(temporary, plan.specs, header_bytes, driver="mpio", comm=comm)
         with h5py.File(temporary, "r+", driver="mpio", comm=comm) as file:
             error = _write_all(file, comm, plan, array_of)
             file.flush()
     except (OSError, ValueError, RuntimeError) as fault:
-        error = CheckpointError(f"cannot write {temporary}: {skeleton.reason(fault)}")
-    raise_together(comm, error)
+        error = CheckpointError(f"cannot write {temporary}: {file_layout.reason(fault)}")
+    raise_if_any_failed(comm, error)
     return offsets
 
 
 def _write_all(
     file: h5py.File, comm: MPI.Intracomm, plan: Plan, array_of: Callable[[Slab], np.ndarray]
 ) -> Exception | None:
-    """Returns what array_of raised on this rank; it has then written nothing from there on."""
+    """Write all slabs; returns the error of array_of on this rank, which has written nothing from there on."""
     slabs: dict[str, list[Slab]] = {name: [] for name in plan.specs}
     for slab in plan.slabs:
         slabs[slab.dataset].append(slab)
@@ -86,7 +86,7 @@ def _write_all(
 
 def _requests(slab: Slab, plan: Plan) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Start and shape of the boxes within a slab that are written by one call each."""
-    most = max(1, REQUEST_BYTES // plan.stored(slab).itemsize)
+    most = max(1, REQUEST_BYTES // plan.dtype(slab).itemsize)
     for begin in range(0, slab.elements, most):
         yield from boxes(slab.shape, begin, min(begin + most, slab.elements))
 

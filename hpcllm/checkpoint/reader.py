@@ -1,36 +1,48 @@
-"""Read any slab of a checkpoint on any rank, and know that its bytes are the ones that were written.
+"""Read any slab of a checkpoint on any rank, verifying every byte before it is returned.
 
     rank 0   read and check the directory --+
     all                                     +--> directory --> the blocks that my slab touches: pread, XXH3, copy
 
     blocks   [  0  ][  1  ][  2  ]      1 is wholly in the slab, in one stretch: it is read to where it belongs
-    slab        | . . . . . |           0 and 2 are read aside, and a part of each is copied
+    slab        | . . . . . |           0 and 2 are read into scratch memory, and a part of each is copied
 
-No byte is handed out that was not verified. In an archive a block lies packed; what is verified is the block itself.
-Reading is not collective: fetch.py reads for all ranks together, each block once. Works without MPI: comm=None.
+In an archive a block lies packed; the block itself is verified. Reading is not collective: restore.py reads for all
+ranks together, each block once. Works without MPI: comm=None.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from hpcllm.checkpoint.blocks import touching
-from hpcllm.checkpoint.directory import PACKED_WORDS, Directory, Stored, Tables, make_directory, read_tables
-from hpcllm.checkpoint.layout import STORED_AS, Attribute, as_bytes, checksum
-from hpcllm.checkpoint.packing import unpack
-from hpcllm.checkpoint.regular import open_regular, read_at
+from hpcllm.checkpoint.directory import (
+    PACKED_WORDS,
+    Directory,
+    Stored,
+    Tables,
+    make_directory,
+    open_regular,
+    read_at,
+    read_tables,
+)
+from hpcllm.checkpoint.layout import STORED_AS, Attribute, DatasetSpec, as_bytes, checksum, unpack
 from hpcllm.checkpoint.slabs import Slab, fits, intersection, part_of, stretch, whole
 from hpcllm.errors import CheckpointError
-from hpcllm.together import on_root, raise_together
+from hpcllm.mpi.collective_errors import on_root, raise_if_any_failed
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_MOST_THREADS = 16  # a file system gives no more to one process, and each holds a few blocks
 
 
 class Checkpoint:
@@ -53,8 +65,8 @@ class Checkpoint:
         except CheckpointError as fault:
             error = fault
         try:
-            raise_together(comm, error)
-            return cls(path, comm, make_directory(_tables_of_root(descriptor, path, comm)), descriptor)
+            raise_if_any_failed(comm, error)
+            return cls(path, comm, make_directory(_broadcast_tables(descriptor, path, comm)), descriptor)
         except BaseException:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -68,15 +80,17 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
     def is_packed(self) -> bool:
-        """Whether it is an archive."""
+        """True for an archive."""
         return any(stored.packed is not None for stored in self.datasets.values())
+
+    @property
+    def specs(self) -> dict[str, DatasetSpec]:
+        return {name: stored.spec for name, stored in self.datasets.items()}
 
     def stored(self, slab: Slab) -> Stored:
         """The dataset that has the slab. Raises CheckpointError if there is none."""
@@ -87,48 +101,38 @@ class Checkpoint:
         return stored
 
     def read(self, slab: Slab) -> np.ndarray:
-        """The slab's elements, in its shape and the stored type (bfloat16 as uint16). Not collective.
+        """Read a slab's elements, in its shape and the stored type (bfloat16 as uint16). Not collective.
 
         Raises CheckpointError if the slab is not in the file or a block that it touches has changed.
         """
         stored = self.stored(slab)
         values = np.empty(slab.shape, dtype=STORED_AS[stored.spec.dtype])
-        for index in touching(slab, stored.spec.shape, stored.spec.item_bytes):
+        for index in stored.spec.touching(slab):
             block = stored.block(index)
             both = intersection(slab, block)
             place = stretch(block, slab) if both == block else None
             if place is not None:
-                self._fill(stored, index, as_bytes(values.reshape(-1)[place : place + block.elements]))
+                self.fill_block(slab.dataset, index, as_bytes(values.reshape(-1)[place : place + block.elements]))
             else:
                 values[part_of(both, slab)] = self.read_block(slab.dataset, index)[part_of(both, block)]
         return values
 
     def read_whole(self, dataset: str) -> np.ndarray:
-        """All of a dataset; as `read`."""
+        """Read all of a dataset; as `read`."""
         if dataset not in self.datasets:
             raise CheckpointError(f"{self.path}: {dataset} is not in the file")
         return self.read(whole(dataset, self.datasets[dataset].spec.shape))
 
     def read_block(self, dataset: str, index: int) -> np.ndarray:
-        """A block of a dataset, in its shape and the stored type. Not collective, for any thread.
-
-        Raises CheckpointError.
-        """
+        """Read a block, in its shape and the stored type. Not collective, for any thread. Raises CheckpointError."""
         stored = self.datasets[dataset]
         values = np.empty(stored.block(index).shape, dtype=STORED_AS[stored.spec.dtype])
-        self._fill(stored, index, as_bytes(values))
+        self.fill_block(dataset, index, as_bytes(values))
         return values
 
-    def fill(self, block: Slab, out: memoryview) -> None:
-        """Read a block, given as its slab, into `out`, its bytes. Not collective, for any thread.
-
-        Raises CheckpointError.
-        """
-        stored = self.datasets[block.dataset]
-        self._fill(stored, next(touching(block, stored.spec.shape, stored.spec.item_bytes)), out)
-
-    def _fill(self, stored: Stored, index: int, out: memoryview) -> None:
-        """Read a block into its bytes `out`, and check it."""
+    def fill_block(self, dataset: str, index: int, out: memoryview) -> None:
+        """Read a block into `out`, its bytes, and verify it. Not collective, for any thread. Raises CheckpointError."""
+        stored = self.datasets[dataset]
         if stored.packed is None:
             self._pread(stored, index, out, stored.extent(index)[0])
         else:
@@ -137,7 +141,7 @@ class Checkpoint:
 
     def _unpack(self, stored: Stored, index: int, out: memoryview, packed: np.ndarray) -> None:
         offset, length, xxh3 = map(int, packed)
-        what, spec = self._name(stored, index), stored.spec
+        what, spec = _name(stored, index), stored.spec
         if length > spec.chunk_bytes:
             raise CheckpointError(
                 f"{self.path}: {what} is packed into {length:,} bytes; valid: up to {spec.chunk_bytes:,}"
@@ -154,27 +158,49 @@ class Checkpoint:
         try:
             count = read_at(self._descriptor, out, offset)
         except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot read {self._name(stored, index)}: {error.strerror}") from error
+            raise CheckpointError(f"{self.path}: cannot read {_name(stored, index)}: {error.strerror}") from error
         if count < len(out):
             raise CheckpointError(
-                f"{self.path}: ends at byte {offset + count:,}, inside {self._name(stored, index)}; it was cut"
+                f"{self.path}: ends at byte {offset + count:,}, inside {_name(stored, index)}; it was cut"
             )
 
     def _compare(self, stored: Stored, index: int, now: int, then: int) -> None:
         if now != then:
             raise CheckpointError(
-                f"{self.path}: {self._name(stored, index)} has changed since it was written: XXH3 {now:016x}, written "
-                f"as {then:016x}"
+                f"{self.path}: {_name(stored, index)} has changed since it was written: XXH3 {now:016x}, written as "
+                f"{then:016x}"
             )
 
-    @staticmethod
-    def _name(stored: Stored, index: int) -> str:
-        block = stored.block(index)
-        return f"{stored.name} from {block.start}, shape {block.shape},"
+
+def map_ahead(work: Callable[[T], R], items: Iterable[T], ranks: int = 1) -> Iterator[R]:
+    """Yield work(item) of each item in their order, done by a few threads: checksums, Zstandard and reads need no GIL.
+
+    items     0 1 2 3 4 5 6 7 ...
+    threads       . . . . .          taken in order: 1 was the last, 2 is next; at most two a thread are not yet taken
+
+    ranks: of the job, for a share of this process's cores. An error of `work` is raised where its result would be.
+    """
+    threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
+    pool = ThreadPoolExecutor(threads)
+    waiting: deque[Future[R]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) > 2 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _tables_of_root(descriptor: int, path: Path, comm: MPI.Intracomm | None) -> Tables:
-    """What rank 0 found in the file, on all ranks. Collective over comm. Raises CheckpointError on all ranks."""
+def _name(stored: Stored, index: int) -> str:
+    block = stored.block(index)
+    return f"{stored.name} from {block.start}, shape {block.shape},"
+
+
+def _broadcast_tables(descriptor: int, path: Path, comm: MPI.Intracomm | None) -> Tables:
+    """Read the tables on rank 0; all ranks get them. Collective over comm. Raises CheckpointError on all ranks."""
     tables: list[Tables] = []
 
     def read() -> tuple[bytes, int, bool]:

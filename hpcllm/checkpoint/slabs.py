@@ -1,4 +1,4 @@
-"""Who holds which part of a global tensor, and where those bytes lie in a file. Pure arithmetic: no torch, MPI or HDF5.
+"""Slabs: parts of a global tensor, and where their bytes lie in a file. Pure arithmetic: no torch, MPI or HDF5.
 
 A slab is a box cut out of a global tensor; a dataset is stored row after row, so a slab is a list of runs of bytes:
 
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-Box = tuple[tuple[int, int], ...]  # (first, one past) on each axis
+Box = tuple[tuple[int, int], ...]  # (first, one past) on each dim
 
 
 @dataclass(frozen=True)
@@ -38,34 +38,34 @@ class Slab:
 
 
 def whole(dataset: str, shape: tuple[int, ...]) -> Slab:
-    """The slab that is all of a dataset."""
+    """Make the slab that is all of a dataset."""
     return Slab(dataset, (0,) * len(shape), shape)
 
 
 def fits(slab: Slab, global_shape: tuple[int, ...]) -> bool:
-    """Does the slab have the axes of the dataset, and lie inside it?"""
+    """True if the slab has the dims of the dataset and lies inside it."""
     if not len(slab.start) == len(slab.shape) == len(global_shape):
         return False
     return all(min(s, n) >= 0 and s + n <= g for s, n, g in zip(slab.start, slab.shape, global_shape, strict=True))
 
 
 def runs(slab: Slab, global_shape: tuple[int, ...], item_bytes: int) -> Iterator[tuple[int, int]]:
-    """Byte ranges (offset, length) of the slab within its row-major dataset, ascending, each as long as it can be.
+    """Yield the byte ranges (offset, length) of the slab within its row-major dataset, ascending, as long as can be.
 
     Laid end to end they are the slab's own elements in C order, so a buffer of the slab is written run by run.
     """
     if slab.elements == 0:
         return
     strides = _strides(global_shape, item_bytes)
-    axis = _run_axis(slab, global_shape)
+    dim = _run_dim(slab, global_shape)
     first = sum(s * stride for s, stride in zip(slab.start, strides, strict=True))
-    length = item_bytes * math.prod(slab.shape[axis:])
-    for index in itertools.product(*(range(n) for n in slab.shape[:axis])):
+    length = item_bytes * math.prod(slab.shape[dim:])
+    for index in itertools.product(*(range(n) for n in slab.shape[:dim])):
         yield first + sum(i * stride for i, stride in zip(index, strides, strict=False)), length
 
 
 def part_of(inner: Slab, outer: Slab) -> tuple[slice, ...] | None:
-    """Where `inner` lies in an array of `outer`'s shape, or None if not wholly inside. Both of one dataset."""
+    """Index of `inner` in an array of `outer`'s shape; None if not wholly inside. Both of one dataset."""
     begins = [i - o for i, o in zip(inner.start, outer.start, strict=True)]
     ends = [begin + n for begin, n in zip(begins, inner.shape, strict=True)]
     if any(begin < 0 for begin in begins) or any(e > n for e, n in zip(ends, outer.shape, strict=True)):
@@ -74,25 +74,25 @@ def part_of(inner: Slab, outer: Slab) -> tuple[slice, ...] | None:
 
 
 def overlap(one: Slab, other: Slab) -> bool:
-    """Do two slabs of one dataset share an element?"""
-    axes = zip(one.start, one.shape, other.start, other.shape, strict=True)
-    return all(max(s, t) < min(s + n, t + m) for s, n, t, m in axes)
+    """True if two slabs of one dataset share an element."""
+    dims = zip(one.start, one.shape, other.start, other.shape, strict=True)
+    return all(max(s, t) < min(s + n, t + m) for s, n, t, m in dims)
 
 
 def intersection(one: Slab, other: Slab) -> Slab:
-    """The elements that two slabs of one dataset share; a slab without elements if there are none."""
+    """The slab of elements that two slabs of one dataset share; empty if there are none."""
     start = tuple(max(s, t) for s, t in zip(one.start, other.start, strict=True))
     ends = (min(s + n, t + m) for s, n, t, m in zip(one.start, one.shape, other.start, other.shape, strict=True))
     return Slab(one.dataset, start, tuple(max(end - s, 0) for s, end in zip(start, ends, strict=True)))
 
 
 def stretch(inner: Slab, outer: Slab) -> int | None:
-    """Where `inner`, inside `outer`, begins in outer's elements in C order; None if other elements lie between its own.
+    """First element of `inner`, inside `outer`, in outer's C order; None if other elements lie between its own.
 
     Then it is elements stretch .. stretch + inner.elements of an array of outer's shape.
     """
-    axes = [axis for axis, (n, m) in enumerate(zip(inner.shape, outer.shape, strict=True)) if n != m]
-    if axes and any(n != 1 for n in inner.shape[: axes[-1]]):
+    dims = [dim for dim, (n, m) in enumerate(zip(inner.shape, outer.shape, strict=True)) if n != m]
+    if dims and any(n != 1 for n in inner.shape[: dims[-1]]):
         return None
     place = 0
     for s, t, m in zip(inner.start, outer.start, outer.shape, strict=True):
@@ -101,11 +101,12 @@ def stretch(inner: Slab, outer: Slab) -> int | None:
 
 
 def uncovered(global_shape: tuple[int, ...], slabs: Iterable[Slab]) -> str | None:
-    """None if the slabs hold every element exactly once; otherwise which element (the first in C order) is held
-    how often. Slabs must fit (see `fits`); those without elements hold nothing.
+    """Name the first element in C order that is not held exactly once, and how often it is; None if all are.
 
-    Sweeps the first axis: between two neighbouring edges the set of slabs does not change, and what they leave of
-    the other axes is the same question with one axis less.
+    Slabs must fit (see `fits`); those without elements hold nothing.
+
+    Sweeps the first dim: between two neighbouring edges the set of slabs does not change, and what they leave of
+    the other dims is the same question with one dim less.
     """
     boxes = [tuple((s, s + n) for s, n in zip(slab.start, slab.shape, strict=True)) for slab in slabs if slab.elements]
     fault = _first_fault(global_shape, boxes)
@@ -113,9 +114,9 @@ def uncovered(global_shape: tuple[int, ...], slabs: Iterable[Slab]) -> str | Non
 
 
 def boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Start and shape of the boxes that elements first..end (in C order) of a tensor make up, in that order.
+    """Yield start and shape of the boxes that elements first..end (in C order) of a tensor make up, in that order.
 
-    At most 2 x axes - 1 of them: the rest of a row that was begun, whole rows, a row that is not finished.
+    At most 2 x dims - 1 of them: the rest of a row that was begun, whole rows, a row that is not finished.
 
         . . . #        elements 3..13 of (4, 4): (0, 3) + (1, 1), (1, 0) + (2, 4), (3, 0) + (1, 1)
         # # # #
@@ -141,7 +142,7 @@ def boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[tuple[
 
 
 def share(sizes: Sequence[int], rank: int, ranks: int) -> range:
-    """Which of some pieces of work, laid end to end, a rank takes: those whose middle lies in its equal share.
+    """Share of a rank in some pieces of work, laid end to end: those whose middle lies in its equal part.
 
     No rank gets more than the mean plus the largest piece.
     """
@@ -153,15 +154,15 @@ def share(sizes: Sequence[int], rank: int, ranks: int) -> range:
 
 
 def _strides(shape: tuple[int, ...], item_bytes: int) -> list[int]:
-    return [item_bytes * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return [item_bytes * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
-def _run_axis(slab: Slab, global_shape: tuple[int, ...]) -> int:
-    """The first axis of which a whole stretch is one run: every later axis is taken in full."""
-    axis = max(len(global_shape) - 1, 0)
-    while axis > 0 and slab.shape[axis] == global_shape[axis]:
-        axis -= 1
-    return axis
+def _run_dim(slab: Slab, global_shape: tuple[int, ...]) -> int:
+    """The first dim along which a whole stretch is one run: every later dim is taken in full."""
+    dim = max(len(global_shape) - 1, 0)
+    while dim > 0 and slab.shape[dim] == global_shape[dim]:
+        dim -= 1
+    return dim
 
 
 def _in_row(

@@ -1,4 +1,4 @@
-"""Every block of a checkpoint read once, by all ranks together: which are not as they were written.
+"""Read every block of a checkpoint once, by all ranks together, and list those that are damaged.
 
 rank 0   [0][1][2][3]                  a contiguous share of the file each, read by a few threads
 rank 1               [4][5][6][7]      ---> all the damage there is, on every rank
@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from hpcllm.checkpoint.ahead import ahead
-from hpcllm.checkpoint.layout import DatasetSpec
-from hpcllm.checkpoint.reader import Checkpoint
-from hpcllm.checkpoint.shares import Block, block_bytes, my_blocks
+from hpcllm.checkpoint.layout import Block, block_bytes, my_blocks
+from hpcllm.checkpoint.reader import Checkpoint, map_ahead
 from hpcllm.errors import CheckpointError
-from hpcllm.printable import printable, size_text
-from hpcllm.together import place_in
+from hpcllm.mpi.collective_errors import rank_and_size
+from hpcllm.system.text import printable, size_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -44,14 +42,14 @@ class Damage:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of one file."""
+    """Result for one file."""
 
     path: Path
     bytes: int  # of tensors, as values
     blocks: int
     seconds: float
     damage: list[Damage]
-    fault: str  # of the file as a whole; empty if its tables are sound
+    fault: str  # of the file as a whole; empty if header and tables are sound
 
     @property
     def is_sound(self) -> bool:
@@ -79,7 +77,7 @@ def verify_file(path: Path, comm: MPI.Intracomm | None, advance: Callable[[int],
     try:
         with Checkpoint.open(path, comm) as checkpoint:
             damage = find_damage(checkpoint, advance)
-            specs = specs_of(checkpoint).values()
+            specs = checkpoint.specs.values()
             size, blocks = sum(spec.bytes for spec in specs), sum(spec.blocks for spec in specs)
             return Report(path, size, blocks, time.perf_counter() - started_s, damage, "")
     except CheckpointError as error:
@@ -92,14 +90,10 @@ def damage_line(item: Mapping[str, Any]) -> str:
     return f"bytes {item['offset']}-{item['offset'] + item['bytes'] - 1}: {printable(item['reason'])}"
 
 
-def specs_of(checkpoint: Checkpoint) -> dict[str, DatasetSpec]:
-    return {name: stored.spec for name, stored in checkpoint.datasets.items()}
-
-
 def survey(
     checkpoint: Checkpoint, blocks: Sequence[Block], work: Callable[[Block, np.ndarray], T]
 ) -> Iterator[tuple[Block, T | Damage]]:
-    """work(block, its values) of each block, or what is wrong with it; in their order, by a few threads.
+    """Yield work(block, its values) of each block, or its damage; in their order, by a few threads.
 
     Not collective.
     """
@@ -111,17 +105,17 @@ def survey(
             return _damage(checkpoint, block, str(error))
 
     ranks = checkpoint.comm.size if checkpoint.comm else 1
-    yield from zip(blocks, ahead(attempt, blocks, ranks), strict=True)
+    yield from zip(blocks, map_ahead(attempt, blocks, ranks), strict=True)
 
 
 def find_damage(checkpoint: Checkpoint, advance: Callable[[int], None] = lambda _: None) -> list[Damage]:
-    """Every damaged block of the file, on all ranks; none if it is sound. Collective over checkpoint.comm.
+    """List every damaged block of the file, on all ranks; none if it is sound. Collective over checkpoint.comm.
 
-    advance: told the bytes that this rank has read, as it does.
+    advance: is given the number of bytes that this rank has read, as it does.
     """
-    specs = specs_of(checkpoint)
+    specs = checkpoint.specs
     found: list[Damage] = []
-    for block, result in survey(checkpoint, my_blocks(specs, *place_in(checkpoint.comm)), lambda *_: None):
+    for block, result in survey(checkpoint, my_blocks(specs, *rank_and_size(checkpoint.comm)), lambda *_: None):
         advance(block_bytes(specs, block))
         found += [result] if result else []
     if checkpoint.comm:

@@ -1,6 +1,6 @@
-"""One HDF5 file written by all ranks at once, with the h5py that pip installs.
+"""Write one HDF5 file by all ranks at once, with the h5py that pip installs.
 
-    rank 0   make the file ------------------+                              +--- checksums, attributes, front, rename
+    rank 0   create the file ----------------+                              +--- checksums, attributes, header, rename
              (every dataset has its bytes,   | offsets                      | xxh3 of each block
               none is written yet)           v                              ^
     all      parts of blocks to their owners (exchange.py) --> one pwrite a block, xxh3, fsync
@@ -24,29 +24,27 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpcllm.checkpoint import guard, skeleton
-from hpcllm.checkpoint.blocks import first_element
+from hpcllm.checkpoint import file_layout
 from hpcllm.checkpoint.exchange import make_plan, to_owners
-from hpcllm.checkpoint.index import Index
+from hpcllm.checkpoint.header import Index, header_bytes
 from hpcllm.checkpoint.layout import Attribute, DatasetSpec, checksum, checksum_ranges
 from hpcllm.checkpoint.plan import Plan, check_array
 from hpcllm.checkpoint.slabs import Slab
-from hpcllm.checkpoint.striping import set_stripes
 from hpcllm.errors import CheckpointError, StallError
-from hpcllm.raw_hdf5 import sync, write_at
-from hpcllm.together import on_root, place_in, raise_together
+from hpcllm.mpi.collective_errors import on_root, raise_if_any_failed, rank_and_size
+from hpcllm.system.raw_files import sync, write_at
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-BEHIND = 4  # blocks
 SECONDS = "written/seconds"  # until all blocks were on disk
+_BEHIND = 4  # blocks
 _LONGEST_S = 99_999_999.999  # no such number has a longer text
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a file is written; [checkpoint] of a run file."""
+    """Settings of a write, from [checkpoint] of a run file."""
 
     writer: str = "offsets"  # or "mpio"
     stripe_count: int = 0  # Lustre targets, -1 for all; 0: as the folder says
@@ -55,12 +53,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class WriteReport:
-    """What a write took, from the first agreement to the rename, all ranks and their fsync included."""
+    """Size and time of a write, from the first agreement to the rename, all ranks and their fsync included."""
 
     path: Path
     bytes: int  # of tensor data, all ranks
     seconds: float
-    note: str = ""  # for people, on rank 0: a wish that the file system did not grant
+    note: str = ""  # for people, on rank 0: a setting that had no effect
 
     @property
     def gb_s(self) -> float:
@@ -68,7 +66,7 @@ class WriteReport:
 
 
 def prepare(comm: MPI.Intracomm | None, datasets: Mapping[str, DatasetSpec], slabs: Collection[Slab]) -> Plan:
-    """Who writes which block; once for a run, whose slabs do not change. Collective over comm.
+    """Plan who writes which block; once for a run, whose slabs do not change. Collective over comm.
 
     datasets: specs of at least the datasets of this rank's slabs. Raises CheckpointError on all ranks if ranks disagree
     on a dataset, or do not hold every element of every dataset exactly once.
@@ -87,139 +85,137 @@ def write(
 ) -> WriteReport:
     """Write `path` from the slabs of all ranks, as they were prepared. Collective over comm; None: one process.
 
-    array_of: the C-contiguous little-endian array of a slab, of its shape and of the stored type; asked for once (mpio:
-    twice) in about the order of the file and held no longer than it is needed, so a source whose slabs are blocks may
-    be larger than memory. attributes: "group/name" -> value, rank 0's count; what the writer knows of itself is added,
-    as written/... check: rank 0 calls it last before the file gets its name; if that raises, it gets none.
-    Raises CheckpointError on all ranks, naming rank, path and reason, or what an array_of raised of HpcllmError; the
-    temporary file is then gone and what was at `path` is untouched.
+    array_of: the C-contiguous little-endian array of a slab, of its shape and of the stored type; called once (mpio:
+    twice) in about the order of the file, and the array is held no longer than it is needed, so a source whose slabs
+    are blocks may be larger than memory. attributes: "group/name" -> value, rank 0's count; the writer adds its own, as
+    written/... check: rank 0 calls it last before the file gets its name; if that raises, it gets none.
+    Raises CheckpointError on all ranks, naming rank, path and reason, or an HpcllmError that array_of raised; the
+    temporary file is then gone and the file at `path` is untouched.
     """
     started_s = time.perf_counter()
-    said: dict[str, Attribute] = {"written/writer": settings.writer, "written/ranks": place_in(comm)[1]}
-    index = Index(plan.specs, {**said, **attributes, SECONDS: _LONGEST_S})
-    with skeleton.aside(path, comm) as temporary:
-        note, front = on_root(comm, lambda: _make_room(temporary, path, index, settings))
+    own: dict[str, Attribute] = {"written/writer": settings.writer, "written/ranks": rank_and_size(comm)[1]}
+    index = Index(plan.specs, {**own, **attributes, SECONDS: _LONGEST_S})
+    with file_layout.temporary_path(path, comm) as temporary:
+        note, size = on_root(comm, lambda: _make_room(temporary, path, index, settings))
         if settings.writer == "mpio" and comm:
             from hpcllm.checkpoint import mpio  # starts MPI
 
-            offsets = mpio.write(temporary, comm, plan, array_of, front)
-            found = _checksums(comm, plan, array_of, None)
+            offsets = mpio.write(temporary, comm, plan, array_of, size)
+            file = BlockFile(temporary, plan, None)
         else:
-            offsets = on_root(comm, lambda: _make(temporary, path, plan.specs, front))
-            found = _checksums(comm, plan, array_of, Target(temporary, offsets))
-        said[SECONDS] = round(time.perf_counter() - started_s, 3)
+            offsets = on_root(comm, lambda: _create(temporary, path, plan.specs, size))
+            file = BlockFile(temporary, plan, offsets)
+        checksums = _write_blocks(comm, plan, array_of, file)
+        own[SECONDS] = round(time.perf_counter() - started_s, 3)
 
         def finish() -> None:
             check()
-            skeleton.finish(temporary, path, Index(plan.specs, {**said, **attributes}, offsets), front, found)
+            file_layout.finish(temporary, path, Index(plan.specs, {**own, **attributes}, offsets), size, checksums)
 
         on_root(comm, finish)
     seconds = time.perf_counter() - started_s
     return WriteReport(path, sum(spec.bytes for spec in plan.specs.values()), seconds, note)
 
 
-class Target:
-    """The file as one rank fills it; what goes wrong with it is a CheckpointError.
+class BlockFile:
+    """The file as one rank fills it, and the checksums of its blocks; a fault of the file is a CheckpointError.
 
-    Each block is sent to the disk at once, and out of memory BEHIND blocks later: at the end there is little to wait
-    for, and the memory that a node's ranks train in does not fill up with what nobody reads. Here that is 3 to 4 times
-    as fast as to leave it to fsync.
+    Each block is sent to the disk at once, and out of memory _BEHIND blocks later: at the end there is little to wait
+    for, and the memory that a node's ranks train in does not fill up with what nobody reads. That is 3 to 4 times as
+    fast here as leaving it to fsync.
     """
 
-    def __init__(self, path: Path, offsets: Mapping[str, int]) -> None:
-        self._path = path
-        self._offsets = offsets
+    def __init__(self, path: Path, plan: Plan, offsets: Mapping[str, int] | None) -> None:
+        """offsets: dataset -> first byte in the file; None: the blocks are in the file, only checksums are taken."""
+        self._path, self._specs, self._offsets = path, plan.specs, offsets
         self._descriptor = -1
         self._behind: deque[tuple[int, int]] = deque()
+        self._first = {name: places.start for name, places in checksum_ranges(plan.specs).items()}
+        self.checksums: list[tuple[int, int]] = []  # number of the block in /checksums, its checksum
 
-    def write(self, block: Slab, spec: DatasetSpec, data: memoryview) -> None:
-        with self._said():
-            if self._descriptor < 0:
-                self._descriptor = os.open(self._path, os.O_WRONLY)
-            place = self._offsets[block.dataset] + first_element(block, spec.shape) * spec.item_bytes
-            write_at(self._descriptor, data, place)
-        self._let_go(place, len(data))
-        self._behind.append((place, len(data)))
-        if len(self._behind) > BEHIND:
-            self._let_go(*self._behind.popleft())
+    def write_block(self, dataset: str, index: int, data: memoryview) -> None:
+        """Write block `index` of a dataset, and take its checksum."""
+        if self._offsets is not None:
+            spec = self._specs[dataset]
+            offset = self._offsets[dataset] + spec.block_offset(spec.block(dataset, index))
+            with self._as_checkpoint_error():
+                if self._descriptor < 0:
+                    self._descriptor = os.open(self._path, os.O_WRONLY)
+                write_at(self._descriptor, data, offset)
+            self._drop_from_memory(offset, len(data))
+            self._behind.append((offset, len(data)))
+            if len(self._behind) > _BEHIND:
+                self._drop_from_memory(*self._behind.popleft())
+        self.checksums.append((self._first[dataset] + index, checksum(data)))
 
     def sync(self) -> None:
-        """On disk when this returns."""
+        """Return once the blocks are on disk."""
         if self._descriptor >= 0:
-            with self._said():
+            with self._as_checkpoint_error():
                 os.fsync(self._descriptor)
 
     def close(self) -> None:
         if self._descriptor >= 0:
-            with self._said():
+            with self._as_checkpoint_error():
                 os.close(self._descriptor)
 
-    def _let_go(self, offset: int, length: int) -> None:
-        """Linux starts to write what of it is not on disk, and forgets what is; elsewhere nothing."""
+    def _drop_from_memory(self, offset: int, length: int) -> None:
+        """Linux starts to write pages that are not on disk, and forgets those that are; elsewhere nothing happens."""
         if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):  # an advice
+            with contextlib.suppress(OSError):  # only advice
                 os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_DONTNEED)
 
     @contextlib.contextmanager
-    def _said(self) -> Iterator[None]:
+    def _as_checkpoint_error(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise CheckpointError(f"cannot write {self._path}: {skeleton.reason(error)}") from error
+            raise CheckpointError(f"cannot write {self._path}: {file_layout.reason(error)}") from error
 
 
 def _make_room(temporary: Path, path: Path, index: Index, settings: Settings) -> tuple[str, int]:
-    """The folder, and an empty file where its stripes are to be set. Returns a note, or "", and the front's size."""
-    front = guard.front_bytes(index)
+    """Make the folder, and an empty file if its stripes are to be set. Returns a note or "", and the header's size."""
+    size = header_bytes(index)
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
-        skeleton.check_space(temporary.parent, index.datasets)
-        note = set_stripes(temporary, settings.stripe_count, settings.stripe_mib) if settings.stripe_count else ""
+        file_layout.check_space(temporary.parent, index.datasets)
+        stripes = settings.stripe_count
+        note = file_layout.set_stripes(temporary, stripes, settings.stripe_mib) if stripes else ""
     except OSError as error:
-        raise CheckpointError(f"cannot create {path}: {skeleton.reason(error)}") from error
-    return note, front
+        raise CheckpointError(f"cannot create {path}: {file_layout.reason(error)}") from error
+    return note, size
 
 
-def _make(temporary: Path, path: Path, specs: Mapping[str, DatasetSpec], front: int) -> dict[str, int]:
+def _create(temporary: Path, path: Path, specs: Mapping[str, DatasetSpec], size: int) -> dict[str, int]:
     try:
-        offsets = skeleton.make(temporary, specs, front)
+        offsets = file_layout.allocate_datasets(temporary, specs, size)
         sync(temporary)
     except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"cannot create {path}: {skeleton.reason(error)}") from error
+        raise CheckpointError(f"cannot create {path}: {file_layout.reason(error)}") from error
     return offsets
 
 
-def _checksums(
-    comm: MPI.Intracomm | None, plan: Plan, array_of: Callable[[Slab], np.ndarray], target: Target | None
+def _write_blocks(
+    comm: MPI.Intracomm | None, plan: Plan, array_of: Callable[[Slab], np.ndarray], file: BlockFile
 ) -> np.ndarray:
-    """Of all blocks, on rank 0; every rank writes its own to the target, if there is one. Collective over comm."""
-    first = {name: places.start for name, places in checksum_ranges(plan.specs).items()}
-    found = np.zeros((len(plan.own), 2), np.uint64)  # where in the table, and the checksum
-    done = 0
+    """Write this rank's blocks. Collective over comm. Returns the checksums of all blocks on rank 0."""
 
     def checked(slab: Slab) -> np.ndarray:
         array = array_of(slab)
         check_array(slab, array, plan.specs[slab.dataset])
         return array
 
-    def take(block: Slab, index: int, data: memoryview) -> None:
-        nonlocal done
-        if target:
-            target.write(block, plan.specs[block.dataset], data)
-        found[done] = first[block.dataset] + index, checksum(data)
-        done += 1
-
     error = None
     try:
-        with contextlib.closing(target) if target else contextlib.nullcontext():
-            to_owners(plan, comm, checked, take)
-            if target:
-                target.sync()
+        with contextlib.closing(file):
+            to_owners(plan, comm, checked, file.write_block)
+            file.sync()
     except StallError:
         raise
     except Exception as fault:
         error = fault
-    raise_together(comm, error)
+    raise_if_any_failed(comm, error)
+    found = np.array(file.checksums, np.uint64).reshape(-1, 2)
     table: np.ndarray = np.concatenate((comm.gather(found, root=0) if comm else None) or [found])
     checksums: np.ndarray = table[table[:, 0].argsort(), 1]
     return checksums

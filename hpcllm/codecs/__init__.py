@@ -1,6 +1,14 @@
 """Codecs: values <-> bytes on the wire. They never see a communicator.
 
-Names are in names.py, which is pure; the rest imports torch, and does so when it is first asked for.
+names.py, protocol.py              names, pure; the interface of a codec
+catalogue.py                       a codec by its name, for arrays on the CPU or a device
+casts.py                           raw, bf16, fp16
+blocks.py, quantise.py             int8, int4, fp8: codes and a scale for each block
+tiles.py, exponent.py with exponent_encode.py, mpc.py      exp, mpc: lossless, of variable rate
+zfp.py with zfp_planes.py          zfp
+kernels.py, gpu/                   how kernels are compiled on the CPU; kernels on devices
+
+This file imports torch only when Codec or find_codec is first used.
 """
 
 from __future__ import annotations

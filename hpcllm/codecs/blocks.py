@@ -26,8 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpcllm.codecs.kernels import array_of, bits_of, float_of, kernel, widened
-from hpcllm.codecs.threads import share_out
+from hpcllm.codecs.kernels import array_of, bits_of, float_of, kernel, run_in_threads, widened
 from hpcllm.errors import CodecError
 
 Doubles = NDArray[np.float64]
@@ -41,20 +40,20 @@ VALUES_A_THREAD = 1 << 18  # 30 to 100 us of work, several times what it costs t
 
 @dataclass(frozen=True)
 class Format:
-    """Codes of one kind. Kernels take (values, codes, scales, values in a block): whole blocks, but for the last."""
+    """Format of codes. Kernels take (values, codes, scales, values in a block): whole blocks, but for the last."""
 
     code_bits: int
     largest: float  # code
-    error: Callable[[Doubles], Doubles]  # |value| / scale -> the most that its code, were it exact, is away from it
+    error: Callable[[Doubles], Doubles]  # |value| / scale -> largest error of its code in exact arithmetic
     encode: Callable[..., None]
     decode: Callable[..., None]
     decode_add: Callable[..., None]
-    stochastic: bool = False  # encode takes two more: the key, the place of the first value in the whole array
+    stochastic: bool = False  # encode takes two more: the key, the index of the first value in the whole array
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """What a codec of blocks is wherever its values are.
+    """Layout of an encoding in blocks, on the CPU and on devices.
 
     key: with a value's place in the whole array it chooses the random number of a stochastic rounding.
     """
@@ -74,7 +73,7 @@ class BlockLayout:
         return self.encoded_bytes(n)
 
     def bound(self, values: Doubles) -> Doubles:
-        """Infinite where a value of the block is not finite. Counts the rounding to dtype that decoding ends with."""
+        """Return the bound with the rounding to dtype; infinite where a value of the block is not finite."""
         if not values.size:
             return np.zeros(0)
         peaks = np.maximum.reduceat(np.abs(values), np.arange(0, values.size, self.block))  # NaN, if there is one
@@ -87,20 +86,20 @@ class BlockLayout:
         return np.where(np.isfinite(peak), error + roundings, np.inf)
 
     def scales_at(self, n: int) -> int:
-        """Where the scales of n values begin, behind the codes."""
+        """Return the offset of the scales of n values, behind the codes."""
         return _round_up(self.code_bytes(n), 4)
 
     def code_bytes(self, n: int) -> int:
         return _ceil_div(n * self.format.code_bits, 8)
 
     def check_size(self, data: torch.Tensor, n: int) -> None:
-        """Raises CodecError unless `data` is as long as the encoding of n values."""
+        """Raise CodecError unless `data` is as long as the encoding of n values."""
         if data.numel() != self.encoded_bytes(n):
             raise CodecError(f"{self.name}: {data.numel()} bytes for {n} values, which take {self.encoded_bytes(n)}")
 
 
 class BlockCodec(BlockLayout):
-    """For arrays in memory that the CPU reads."""
+    """Codec of blocks for arrays on the CPU."""
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, index: int = 0) -> torch.Tensor:
         n = values.numel()
@@ -111,7 +110,7 @@ class BlockCodec(BlockLayout):
             random = (np.uint64(self.key & WORD), np.uint64(index + start)) if self.format.stochastic else ()
             self.format.encode(array[start:end], codes[code], scales[block], self.block, *random)
 
-        self._share_out(job, n)
+        self._run(job, n)
         _zero_gaps(data.numpy(), codes, scales)
         return data
 
@@ -129,20 +128,20 @@ class BlockCodec(BlockLayout):
         def job(start: int, end: int, code: slice, block: slice) -> None:
             kernel(array[start:end], codes[code], scales[block], self.block)
 
-        self._share_out(job, n)
+        self._run(job, n)
 
     def _parts(self, data: NDArray[np.uint8], n: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
         scales = data[self.scales_at(n) :][: 4 * _ceil_div(n, self.block)]
         return data[: self.code_bytes(n)], scales.view(np.float32)
 
-    def _share_out(self, job: Callable[[int, int, slice, slice], None], n: int) -> None:
+    def _run(self, job: Callable[[int, int, slice, slice], None], n: int) -> None:
         """Run job(start, end, codes, blocks) over parts of n values that begin with a block, one for each thread."""
 
         def run(first: int, last: int) -> None:
             start, end = first * self.block, min(last * self.block, n)
             job(start, end, slice(self.code_bytes(start), self.code_bytes(end)), slice(first, last))
 
-        share_out(run, _ceil_div(n, self.block), VALUES_A_THREAD // self.block)
+        run_in_threads(run, _ceil_div(n, self.block), VALUES_A_THREAD // self.block)
 
 
 def steps_of(largest_code: float) -> np.float32:
@@ -151,7 +150,7 @@ def steps_of(largest_code: float) -> np.float32:
 
 @kernel
 def block_scale(values: Values, steps: np.float32) -> np.float32:
-    """The scale of a block; NaN if one of its values is not finite."""
+    """Return the scale of a block; NaN if one of its values is not finite."""
     peak = np.uint32(0)
     for i in range(values.size):
         peak = max(peak, np.uint32(bits_of(widened(values[i])) & MAGNITUDE))

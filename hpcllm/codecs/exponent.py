@@ -7,10 +7,12 @@ A tile of one value only, such as the zeros of an embedding's untouched rows, ta
 would not shrink is stored as it is. On a GPU a block takes a tile; ballots over 32 lanes are the words of the planes.
 The exponent field of fp16 has only 5 bits; the two of its mantissa and sign that share a byte with it travel as planes.
 
-Every bit comes back: signed zeros, denormals, payloads of NaN. The bytes of a tile are described in
-exponent_format.py, the stream of tiles in streams.py.
-Source: that of a bf16 only the exponent shrinks is the observation of Zhang et al. 2025, "70% Size, 100% Accuracy"
-(DFloat11, arXiv:2504.11651), section 2; windows and escapes instead of Huffman codes are for vector units and GPUs.
+Every bit comes back: signed zeros, denormals, payloads of NaN. exponent_encode.py describes the bytes of a tile and
+writes them, tiles.py the stream of tiles; this file reads tiles. Nothing in the bytes is trusted: the size of a body
+follows from its record and has been held against the stream's; here the masked values and the far nibbles are counted
+before one of them is used as an index. Source: that of a bf16 only the exponent shrinks is the observation of Zhang et
+al. 2025, "70% Size, 100% Accuracy" (DFloat11, arXiv:2504.11651), section 2; windows and escapes instead of Huffman
+codes are for vector units and GPUs.
 """
 
 from __future__ import annotations
@@ -20,12 +22,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcllm.codecs.bits import put_floats
-from hpcllm.codecs.exponent_decode import decode_tile, decoder_memory
-from hpcllm.codecs.exponent_encode import encode_tile, encoder_memory
-from hpcllm.codecs.exponent_format import CONSTANT, PLANES, RAW, RECORD, TILE, Bytes, Words, body_bytes, read_record
-from hpcllm.codecs.kernels import kernel
-from hpcllm.codecs.streams import TileFormat
+from hpcllm.codecs.exponent_encode import (
+    CONSTANT,
+    FAR,
+    PLANES,
+    RAW,
+    RECORD,
+    TILE,
+    Bytes,
+    Words,
+    body_bytes,
+    encode_tile,
+    encoder_memory,
+    find_escapes,
+    list_near,
+)  # fmt: skip
+from hpcllm.codecs.kernels import copy_bytes, count_ones, first_one, kernel, put_floats, transpose_bits
+from hpcllm.codecs.tiles import TileFormat
 
 
 @kernel
@@ -79,6 +92,132 @@ def decode_tiles_to_floats(
             return tile
         put_floats(values, add, part)
     return -1
+
+
+@kernel
+def decoder_memory() -> Any:
+    """Allocate the work space of decode_tile."""
+    exponents, extras, codes = np.empty(TILE, np.uint8), np.empty(TILE, np.uint8), np.empty(TILE, np.uint8)
+    return exponents, extras, codes, np.empty(TILE // 8, np.uint8), np.empty(TILE + 1, np.uint8), np.empty(16, np.uint8)
+
+
+@kernel
+def decode_tile(record: Bytes, body: Bytes, half: bool, words: Words, work: Any) -> bool:
+    """Decode one tile to `words`. Returns False if escapes and record disagree: then nothing is written."""
+    n, (planes, first, escapes, last) = len(words), read_record(record)
+    if planes == CONSTANT:
+        words[:] = last
+        return True
+    if planes == RAW:
+        copy_bytes(body[: n * words.itemsize], words.view(np.uint8))
+        return True
+    groups = (n + 31) // 32 * 4
+    exponents, extras, codes, masks, nibbles, near = work
+    at = groups * (planes + (3 if half else 0))
+    low, at = at, at + n * (words.itemsize - 1)
+    fars = at + (escapes + 1) // 2
+    masks[groups:] = 0
+    find_escapes(body, planes, masks[:groups])
+    if count_ones_of(masks.view(np.uint64)) != escapes or read_nibbles(body[at:fars], nibbles) != last:
+        return False
+    read_planes(body[: groups * planes], codes.view(np.uint64)[:groups])
+    put_codes(codes, first, exponents)
+    list_near(first, planes, near)
+    put_escapes(exponents, masks.view(np.uint64), near, nibbles, body[fars:])
+    if half:
+        read_planes(body[groups * planes : low], extras.view(np.uint64)[:groups])
+        put_extras(extras, exponents)
+    put_words(exponents, body[low:at], words)
+    return True
+
+
+@kernel
+def read_planes(planes: Bytes, bytes8: NDArray[np.uint64]) -> None:
+    """Read a byte for each value, bit p from plane p."""
+    size = len(bytes8)
+    bytes8[:] = 0
+    for p in range(len(planes) // size):
+        plane = planes[p * size : (p + 1) * size]
+        for w in range(size):
+            bytes8[w] |= np.uint64(plane[w]) << np.uint64(8 * p)
+    transpose_bits(bytes8)
+
+
+@kernel
+def count_ones_of(masks: NDArray[np.uint64]) -> Any:
+    count = np.uint64(0)
+    for w in range(len(masks)):
+        count += count_ones(masks[w])
+    return np.int64(count)
+
+
+@kernel
+def read_nibbles(data: Bytes, nibbles: Bytes) -> int:
+    """Unpack nibbles; returns how many of them are FAR."""
+    far = 0
+    for i in range(len(data)):
+        nibbles[2 * i], nibbles[2 * i + 1] = data[i] & 15, data[i] >> 4
+        far += (data[i] & 15 == FAR) + (data[i] >> 4 == FAR)
+    return far
+
+
+@kernel
+def put_codes(codes: Bytes, first: int, exponents: Bytes) -> None:
+    base = np.uint8(first)
+    for i in range(TILE):
+        exponents[i] = np.uint8(codes[i] + base)
+
+
+@kernel
+def put_extras(extras: Bytes, exponents: Bytes) -> None:
+    for i in range(TILE):
+        exponents[i] = np.uint8(exponents[i] << np.uint8(3)) | extras[i]
+
+
+@kernel
+def put_escapes(exponents: Bytes, masks: NDArray[np.uint64], near: Bytes, nibbles: Bytes, fars: Bytes) -> None:
+    """Set the exponents of masked values. The numbers of nibbles and of far bytes have been checked."""
+    escape, far, start = np.uint64(0), np.uint64(0), np.uint64(0)
+    for w in range(len(masks)):
+        mask = masks[w]
+        while mask:
+            nibble = nibbles[escape]
+            exponent = near[nibble]
+            if nibble == FAR:
+                exponent = fars[far]
+                far += np.uint64(1)
+            exponents[start + first_one(mask)] = exponent
+            mask &= mask - np.uint64(1)
+            escape += np.uint64(1)
+        start += np.uint64(64)
+
+
+@kernel
+def put_words(high: Bytes, low: Bytes, words: Words) -> None:
+    """Rotate back; for fp32 the two lowest bytes come first in `low`."""
+    n = len(words)
+    last = low[len(low) - n :]
+    if words.itemsize == 2:
+        for i in range(n):
+            words[i] = np.uint16(np.uint16(high[i]) << np.uint16(7)) | np.uint16(rotated(last[i]))
+    else:
+        lowest, second = low[:n], low[n : 2 * n]
+        for i in range(n):
+            top = np.uint32(high[i]) << np.uint32(23) | np.uint32(rotated(last[i])) << np.uint32(16)
+            words[i] = top | np.uint32(second[i]) << np.uint32(8) | np.uint32(lowest[i])
+
+
+@kernel
+def rotated(low: int) -> np.uint16:
+    """Rotate mmmmmmms to s00000000mmmmmmm."""
+    return np.uint16(np.uint16(low) >> np.uint16(1)) | np.uint16(np.uint16(low) << np.uint16(15))
+
+
+@kernel
+def read_record(record: Bytes) -> Any:
+    escapes = record[2] | np.int64(record[3]) << 8
+    last = record[4] | np.int64(record[5]) << 8 | np.int64(record[6]) << 16 | np.int64(record[7]) << 24
+    return np.int64(record[0]), np.int64(record[1]), escapes, last
 
 
 EXPONENT = TileFormat(

@@ -1,7 +1,31 @@
-"""`exp`, one tile to bytes: count exponents, choose the window, write planes and escapes. Format: exponent_format.py.
+"""`exp`, one tile to bytes: the format of a tile, then count exponents, choose the window, write planes and escapes.
+
+    value    s eeeeeeee mmmmmmm   --rotate left by one-->   eeeeeeee  mmmmmmms     bf16, or the high half of an fp32
+             s eeeee mmmmmmmmmm   ----------------------->  eeeeemmm  mmmmmmms     fp16
+                                                            exponent and extra bits, low byte
+
+A tile is 1024 values (the last may be shorter). Its exponents are coded relative to a window of 2^k - 1 of them:
+
+    code     0 .. 2^k - 2   the exponent: first of the window + code
+             2^k - 1        escape: see its nibble
+    nibble   0 .. 10        the 11 exponents below the window, downwards
+             11 .. 13       the 3 above it, upwards
+             14             0: zeros and denormals
+             15             far: the exponent is in a byte
+
+    record (8 bytes)   k | first | escapes, 2 bytes | far bytes, 4 bytes      k = 1 to 4
+                       254 | 0 | 0 | the one value                            all values are equal: no body
+                       255 | 0 | 0 | 0                                        the body is the values as they are
+    body               k bit planes of the codes, and for fp16 3 more of the extra bits:
+                           words of 32 bits, bit i for value 32 w + i
+                       for fp32 the lowest byte of each value, then the second
+                       the low byte of each value
+                       nibbles in order of the values, the first in the low half of a byte
+                       far bytes
+                       zeros, up to a multiple of 4 bytes
 
 Loops run over whole tiles whatever a tile's length, so that they have a fixed length and stay in vector registers; the
-places past a short tile's end hold copies of its first value.
+places past a short tile's end hold copies of its first value. exponent.py draws a whole stream, and decodes.
 """
 
 from __future__ import annotations
@@ -11,24 +35,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcllm.codecs.bits import copy_bytes, first_one, transpose_bits
-from hpcllm.codecs.exponent_format import (
-    ABOVE,
-    BELOW,
-    CONSTANT,
-    FAR,
-    PLANES,
-    RAW,
-    TILE,
-    Bytes,
-    Words,
-    body_bytes,
-    find_escapes,
-    list_near,
-    write_record,
-)
-from hpcllm.codecs.kernels import kernel
+from hpcllm.codecs.kernels import copy_bytes, first_one, kernel, transpose_bits
 
+Bytes = NDArray[np.uint8]
+Words = NDArray[np.uint16] | NDArray[np.uint32]  # values, as integers
+
+TILE = 1024
+RECORD = 8
+CONSTANT, RAW = 254, 255
+PLANES = 4  # the most code planes
+BELOW, ABOVE = 11, 3  # exponents beside the window that a nibble names
+ZERO, FAR = 14, 15
 SAMPLE = 256  # values of a tile that its window is chosen by
 TABLES = 4  # histograms filled in turn: equal neighbours do not wait for each other's increment
 EDGE = 16  # room beside the cumulative counts, so that no index needs clamping
@@ -36,7 +53,7 @@ EDGE = 16  # room beside the cumulative counts, so that no index needs clamping
 
 @kernel
 def encoder_memory() -> Any:
-    """Work space of encode_tile."""
+    """Allocate the work space of encode_tile."""
     exponents, extras, low = np.empty(TILE, np.uint8), np.empty(TILE, np.uint8), np.empty(TILE, np.uint8)
     codes, bit_planes, masks = np.empty(TILE, np.uint8), np.empty(TILE, np.uint8), np.empty(TILE // 8, np.uint8)
     nibbles, fars = np.zeros(TILE + 128, np.uint8), np.empty(TILE + 1, np.uint8)
@@ -47,7 +64,7 @@ def encoder_memory() -> Any:
 
 @kernel
 def encode_tile(words: Words, half: bool, record: Bytes, out: Bytes, work: Any) -> int:
-    """One tile into `out`, where its raw bytes and 3 more fit. Returns the bytes used, a multiple of 4."""
+    """Encode one tile into `out`, where its raw bytes and 3 more fit. Returns the bytes used, a multiple of 4."""
     n, itemsize, extra = len(words), words.itemsize, 3 if half else 0
     if is_constant(words):
         write_record(record, CONSTANT, 0, 0, np.int64(words[0]))
@@ -90,7 +107,7 @@ def is_constant(words: Words) -> Any:
 
 @kernel
 def split(words: Words, half: bool, exponents: Bytes, extras: Bytes, low: Bytes) -> None:
-    """The three parts of each value; padded with copies of the first."""
+    """Split each value into its three parts; padded with copies of the first."""
     n = len(words)
     if words.itemsize == 4:
         for i in range(n):
@@ -109,7 +126,7 @@ def split(words: Words, half: bool, exponents: Bytes, extras: Bytes, low: Bytes)
 
 @kernel
 def choose(exponents: Bytes, tables: NDArray[np.uint16], below: NDArray[np.int32], nonzero: NDArray[np.int32]) -> Any:
-    """(planes, first exponent of the window) that make the sample smallest.
+    """Choose (planes, first exponent of the window) that make the sample smallest.
 
     below[EDGE + e]: how many exponents are < e; nonzero: how many of them have a field other than 0
     """
@@ -132,7 +149,7 @@ def choose(exponents: Bytes, tables: NDArray[np.uint16], below: NDArray[np.int32
 
 @kernel
 def best_window(below: NDArray[np.int32], nonzero: NDArray[np.int32], planes: int, first: Any, last: Any) -> Any:
-    """The least of size in half bytes << 11 | planes << 8 | first exponent of the window."""
+    """Return the least of size in half bytes << 11 | planes << 8 | first exponent of the window."""
     width, start, count = (1 << planes) - 1, EDGE + first, last + 1 - first
     window, above = below[start : start + count], below[start + width : start + width + count]
     near, near_above = nonzero[start - BELOW :][:count], below[start + width + ABOVE :][:count]
@@ -146,7 +163,7 @@ def best_window(below: NDArray[np.int32], nonzero: NDArray[np.int32], planes: in
 
 @kernel
 def count_sample(exponents: Bytes, tables: NDArray[np.uint16]) -> Any:
-    """The tables become histograms of the sample, to be added. Returns the lowest and the highest exponent of all."""
+    """Fill the tables with histograms of the sample, to be added. Returns the lowest and highest exponent of all."""
     tables[:] = 0
     for start in range(0, TILE, TILE // SAMPLE * TABLES):
         for j in range(TABLES):
@@ -174,7 +191,7 @@ def add_extras(extras: Bytes, planes: int, codes: Bytes) -> None:
 
 @kernel
 def list_names(near: Bytes, names: Bytes) -> None:
-    """names[exponent]: the nibble that stands for it."""
+    """Set names[exponent] to its nibble."""
     names[:] = FAR
     for nibble in range(FAR):
         names[near[nibble]] = nibble
@@ -182,7 +199,7 @@ def list_names(near: Bytes, names: Bytes) -> None:
 
 @kernel
 def write_escapes(exponents: Bytes, masks: NDArray[np.uint64], names: Bytes, nibbles: Bytes, fars: Bytes) -> Any:
-    """The exponents of masked values, in order, as nibbles; those that have none as bytes, too. Returns how many."""
+    """Write the exponents of masked values, in order, as nibbles, and far ones as bytes. Returns how many of each."""
     escapes, far, start = np.uint64(0), np.uint64(0), np.uint64(0)  # unsigned: no index is tested for being negative
     for w in range(len(masks)):
         mask = masks[w]
@@ -200,7 +217,7 @@ def write_escapes(exponents: Bytes, masks: NDArray[np.uint64], names: Bytes, nib
 
 @kernel
 def write_planes(bytes8: NDArray[np.uint64], planes: int, out: Bytes) -> int:
-    """Plane p, bit i: bit p of the code of value i. Returns the bytes written: for whole groups of 32 values."""
+    """Write planes: bit i of plane p is bit p of value i's code. Returns the bytes written, for groups of 32 values."""
     size = len(bytes8)
     for p in range(planes):
         plane = out[p * size : (p + 1) * size]
@@ -211,7 +228,7 @@ def write_planes(bytes8: NDArray[np.uint64], planes: int, out: Bytes) -> int:
 
 @kernel
 def write_low_bytes(words: Words, shift: int, out: Bytes) -> int:
-    """The eight bits from `shift` of each value."""
+    """Write the eight bits from `shift` of each value."""
     for i in range(len(words)):
         out[i] = np.uint8(words[i] >> shift)
     return len(words)
@@ -219,7 +236,7 @@ def write_low_bytes(words: Words, shift: int, out: Bytes) -> int:
 
 @kernel
 def write_nibbles(nibbles: Bytes, escapes: int, pairs: Bytes, out: Bytes) -> int:
-    """By way of `pairs`, in whole vector registers."""
+    """Pack nibbles by way of `pairs`, in whole vector registers."""
     both, size = nibbles.view(np.uint16), (escapes + 1) // 2
     for i in range((size + 63) & ~63):
         pairs[i] = np.uint8(both[i] | both[i] >> np.uint16(4))
@@ -228,7 +245,45 @@ def write_nibbles(nibbles: Bytes, escapes: int, pairs: Bytes, out: Bytes) -> int
 
 @kernel
 def pad(out: Bytes, at: int) -> int:
-    """Zeros up to a multiple of 4: code planes are words of 32 bits to a GPU."""
+    """Write zeros up to a multiple of 4: code planes are words of 32 bits to a GPU."""
     end = (at + 3) & ~3
     out[at:end] = 0
     return end
+
+
+@kernel
+def body_bytes(n: int, itemsize: int, extra: int, mode: int, escapes: int, far: int) -> int:
+    """Return the size of a tile before it is padded."""
+    if mode == CONSTANT:
+        return 0
+    if mode == RAW:
+        return n * itemsize
+    return (n + 31) // 32 * 4 * (mode + extra) + n * (itemsize - 1) + (escapes + 1) // 2 + far
+
+
+@kernel
+def list_near(first: int, planes: int, near: Bytes) -> None:
+    """Set near[nibble] to its exponent. (Exponents cut off at 0 or 255 are never written.)"""
+    for i in range(BELOW):
+        near[i] = max(first - 1 - i, 0)
+    for i in range(ABOVE):
+        near[BELOW + i] = min(first + (1 << planes) - 1 + i, 255)
+    near[ZERO], near[FAR] = 0, 0
+
+
+@kernel
+def find_escapes(planes: Bytes, count: int, masks: Bytes) -> None:
+    """Set a bit of `masks` for each value that is 1 in all of the first `count` planes of `planes`."""
+    size = len(masks)
+    masks[:] = planes[:size]
+    for p in range(1, count):
+        plane = planes[p * size : (p + 1) * size]
+        for i in range(size):
+            masks[i] &= plane[i]
+
+
+@kernel
+def write_record(record: Bytes, mode: int, first: int, escapes: int, last: Any) -> None:
+    record[0], record[1], record[2], record[3] = mode, first, escapes & 255, escapes >> 8
+    for i in range(4):
+        record[4 + i] = (last >> (8 * i)) & 255

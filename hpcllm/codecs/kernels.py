@@ -1,11 +1,11 @@
-"""How kernels on the CPU are made: numba, without the GIL, strict IEEE arithmetic, compiled once for each machine.
+"""Kernels on the CPU: compiled by numba once for each machine, strict IEEE arithmetic, run by threads without the GIL.
 
     first call --> private folder of this user on the node's own disk --> later processes load what was compiled
 
 Without such a folder each process compiles for itself, about a second a kernel. Nothing is kept in a home folder, which
 thousands of ranks would read at once, nor where another user could have put code for us to load.
 
-Kernels see 16-bit values as their bits, because NumPy has no bf16 and numba no fp16 on the CPU:
+Kernels receive 16-bit values as their bits, because NumPy has no bf16 and numba no fp16 on the CPU:
 
     torch    float32    bfloat16    float16
     NumPy    float32    uint16      int16         array_of: the same memory
@@ -18,43 +18,48 @@ import os
 import shutil
 import stat
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
+import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-ROOM_BYTES = 64 << 20  # numba fails where the disk is full; all kernels together take a few megabytes
+LEAST_FREE_BYTES = 64 << 20  # numba fails where the disk is full; all kernels together take a few megabytes
 AS_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 INT32, FLOAT = ir.IntType(32), ir.FloatType()
 
 
 def array_of(tensor: torch.Tensor) -> NDArray[Any]:
-    """The memory of a CPU tensor as the array that kernels take, not copied."""
+    """View the memory of a CPU tensor as the array that kernels take; nothing is copied."""
     tensor = tensor.detach()
     return tensor.view(AS_BITS.get(tensor.dtype, tensor.dtype)).numpy()
 
 
 def cache_folder() -> str:
-    """A folder on this node that only this user can write to, or rename; empty if there is none."""
+    """Return a folder on this node that only this user can write to or rename; "" if there is none."""
     parent = Path(os.environ.get("TMPDIR") or "/tmp")
     folder = parent / f"hpcllm-kernels-{os.getuid()}-{_source_hash()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         usable = _is_private(folder.lstat()) and _keeps_names(parent.stat()) and os.access(folder, os.W_OK | os.X_OK)
-        return str(folder) if usable and shutil.disk_usage(folder).free > ROOM_BYTES else ""
+        return str(folder) if usable and shutil.disk_usage(folder).free > LEAST_FREE_BYTES else ""
     except OSError:
         return ""
 
 
 def _source_hash() -> str:
-    """Of all modules with kernels: numba looks for changes only in the file of a kernel, not of those that it calls."""
+    """Hash all modules with kernels: numba looks for changes in a kernel's own file only, not in its callees."""
     package = Path(__file__).parents[1]
     paths = sorted([*package.glob("codecs/*.py"), *package.glob("collectives/*.py")])
     sources = [path.read_bytes() for path in paths]
@@ -62,12 +67,12 @@ def _source_hash() -> str:
 
 
 def _is_private(status: os.stat_result) -> bool:
-    """lstat: a symbolic link, which could lead anywhere, is no folder."""
+    """Check the result of lstat: a symbolic link, which could lead anywhere, is no folder."""
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def _keeps_names(parent: os.stat_result) -> bool:
-    """Others cannot put a folder of theirs in the place of ours."""
+    """True if other users cannot replace a folder of ours in this parent by one of theirs."""
     return parent.st_uid in (0, os.getuid()) and bool(parent.st_mode & stat.S_ISVTX or not parent.st_mode & 0o022)
 
 
@@ -82,7 +87,7 @@ def kernel(function: F) -> F:
 
 
 def _can_write(folder: str) -> bool:
-    """Where numba cannot write it would choose a folder itself: the installation, or the home folder."""
+    """True if numba can write there; else it would choose a folder itself: the installation, or the home folder."""
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError:  # FileNotFoundError for an empty name
@@ -92,19 +97,19 @@ def _can_write(folder: str) -> bool:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def float_of(typing_context: Any, bits: Any) -> Any:  # noqa: ARG001
-    """The float32 that has these 32 bits."""
+    """Reinterpret 32 bits as a float32."""
     return types.float32(types.uint32), lambda _context, builder, _signature, args: builder.bitcast(args[0], FLOAT)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def bits_of(typing_context: Any, value: Any) -> Any:  # noqa: ARG001
-    """The 32 bits of a float32."""
+    """Reinterpret a float32 as its 32 bits."""
     return types.uint32(types.float32), lambda _context, builder, _signature, args: builder.bitcast(args[0], INT32)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def widened(typing_context: Any, value: Any) -> Any:  # noqa: ARG001
-    """An element of an array_of, as float32."""
+    """Convert an element of an array_of to float32; exact."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         if value == types.float32:
@@ -118,7 +123,7 @@ def widened(typing_context: Any, value: Any) -> Any:  # noqa: ARG001
 
 @intrinsic  # type: ignore[untyped-decorator]
 def narrowed(typing_context: Any, value: Any, element: Any) -> Any:  # noqa: ARG001
-    """A float32 as what the array holds that `element` is of."""
+    """Round a float32 to the type of `element`, an element of an array_of."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         if element == types.float32:
@@ -140,14 +145,74 @@ def _bf16_bits(builder: Any, value: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def first_one(typing_context: Any, mask: Any) -> Any:  # noqa: ARG001
-    """Place of the lowest bit that is set in a 64-bit mask; 64 if none is."""
+def first_one(typing_context: Any, bits: Any) -> Any:  # noqa: ARG001
+    """Index of the lowest set bit of 64; 64 if there is none."""
     return types.uint64(types.uint64), lambda _context, builder, _signature, args: builder.cttz(
-        args[0], ir.IntType(1)(0)
+        args[0], ir.Constant(ir.IntType(1), 0)
     )
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def count_ones(typing_context: Any, mask: Any) -> Any:  # noqa: ARG001
-    """Bits that are set in a 64-bit mask."""
+def count_ones(typing_context: Any, bits: Any) -> Any:  # noqa: ARG001
+    """Number of set bits of 64."""
     return types.uint64(types.uint64), lambda _context, builder, _signature, args: builder.ctpop(args[0])
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def leading_zeros(typing_context: Any, bits: Any) -> Any:  # noqa: ARG001
+    """Number of zeros above the highest set bit of 64; 64 if there is none."""
+    return types.uint64(types.uint64), lambda _context, builder, _signature, args: builder.ctlz(
+        args[0], ir.Constant(ir.IntType(1), 0)
+    )
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def reverse_bytes(typing_context: Any, bits: Any) -> Any:  # noqa: ARG001
+    """Reverse the order of the eight bytes of 64 bits."""
+    return types.uint64(types.uint64), lambda _context, builder, _signature, args: builder.bswap(args[0])
+
+
+@kernel
+def transpose_bits(bytes8: NDArray[np.uint64]) -> None:
+    """Exchange bit j of byte i and bit i of byte j in each word of eight bytes, in place."""
+    for w in range(len(bytes8)):
+        x = bytes8[w]
+        t = (x ^ (x >> np.uint64(7))) & np.uint64(0x00AA00AA00AA00AA)
+        x ^= t ^ (t << np.uint64(7))
+        t = (x ^ (x >> np.uint64(14))) & np.uint64(0x0000CCCC0000CCCC)
+        x ^= t ^ (t << np.uint64(14))
+        t = (x ^ (x >> np.uint64(28))) & np.uint64(0x00000000F0F0F0F0)
+        bytes8[w] = x ^ t ^ (t << np.uint64(28))
+
+
+@kernel
+def copy_bytes(data: NDArray[np.uint8], out: NDArray[np.uint8]) -> int:
+    """Copy to the front of `out`. A loop, which is many times as fast as numba's assignment of slices."""
+    for i in range(len(data)):
+        out[i] = data[i]
+    return len(data)
+
+
+@kernel
+def put_floats(values: NDArray[Any], add: bool, out: NDArray[np.float32]) -> None:
+    """Write the first values as float32 to `out`, or add them to it."""
+    if add:
+        for i in range(len(out)):
+            out[i] += widened(values[i])
+    else:
+        for i in range(len(out)):
+            out[i] = widened(values[i])
+
+
+def run_in_threads(job: Callable[[int, int], T], count: int, least: int) -> list[T]:
+    """Run job(first, end) over parts of range(count): one part a thread of torch's, each of at least `least` items."""
+    parts = max(1, min(torch.get_num_threads(), count // least))
+    cuts = [count * part // parts for part in range(parts + 1)]
+    others = [_threads().submit(job, first, last) for first, last in pairwise(cuts[1:])]
+    return [job(cuts[0], cuts[1]), *(other.result() for other in others)]
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Start the threads when a first array is large enough. They run kernels only, never torch."""
+    return ThreadPoolExecutor(os.cpu_count(), "codecs")

@@ -9,7 +9,7 @@
 The four stages are those of MPC with dimension 1; differences do not cross a tile's border and words past the end are
 zero. Random mantissas do not shrink: 1.1 times on fp32 gradients. It is here as the lossless baseline of other work.
 Source: Yang, Mukka, Hesaaraki and Burtscher 2015, "MPC: A Massively Parallel Compression Algorithm for Scientific Data"
-(IEEE Cluster 2015), section III. Its single stream has no offsets of tiles; ours has the table of streams.py instead.
+(IEEE Cluster 2015), section III. Its single stream has no offsets of tiles; ours has the table of tiles.py instead.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcllm.codecs.bits import copy_bytes, count_ones, put_floats
-from hpcllm.codecs.kernels import kernel
-from hpcllm.codecs.streams import TileFormat
+from hpcllm.codecs.kernels import copy_bytes, count_ones, kernel, put_floats
+from hpcllm.codecs.tiles import TileFormat
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Words: TypeAlias = NDArray[np.uint32]
@@ -53,7 +52,7 @@ def encode_tiles(values: NDArray[Any], half: bool, table: Bytes, bodies: Bytes) 
 
 @kernel
 def subtract(words: Words, n: int, lanes: Words) -> None:
-    """Differences to the word before, laid out in lanes."""
+    """Compute differences to the word before, laid out in lanes."""
     lanes[:] = 0
     before = np.uint32(0)
     for i in range(n):
@@ -63,7 +62,7 @@ def subtract(words: Words, n: int, lanes: Words) -> None:
 
 @kernel
 def transpose(lanes: Words) -> None:
-    """Bit j of word i <-> bit i of word j, in each group of 32 words: blocks of 16 bits first, then of 8, to 1."""
+    """Exchange bit j of word i and bit i of word j, in each group of 32 words: blocks of 16 bits, 8, .., 1."""
     flat = lanes.ravel()
     for distance, mask in ((16, 0x0000FFFF), (8, 0x00FF00FF), (4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555)):
         size = 32 * distance
@@ -82,7 +81,7 @@ def exchange(low: Words, high: Words, by: int, mask: int) -> None:
 
 @kernel
 def pack(lanes: Words, groups: int, out: Words) -> int:
-    """Bitmap and words of the differences between neighbours. Returns how many words are not zero."""
+    """Write bitmap and words of the differences between neighbours. Returns how many words are not zero."""
     at, before = groups, np.uint32(0)
     for g in range(groups):
         bitmap = np.uint32(0)
@@ -111,7 +110,7 @@ def find_bodies(table: Bytes, n: int, itemsize: int, half: bool, offsets: NDArra
 
 @kernel
 def decode_tile(body: Bytes, groups: int, stage: Words, lanes: Words, out: Bytes) -> bool:
-    """False if the bitmap and the record disagree: then nothing is written."""
+    """Decode one tile. Returns False if the bitmap and the record disagree: then nothing is written."""
     copy_bytes(body, stage.view(np.uint8))
     ones = np.uint64(0)
     for g in range(groups):

@@ -1,4 +1,4 @@
-"""Names of codecs, and what is known of them without running them. Pure: no torch.
+"""Names of codecs, and what follows from a name without running the codec. Pure: no torch.
 
 int8:256:sr        kind : values in a block, or bits a value for zfp : sr for stochastic rounding
 """
@@ -28,7 +28,7 @@ class CodecName:
         return self.kind in ("raw", "exp", "mpc")
 
     def bits(self, value_bits: int) -> float:
-        """Bits that a value takes on the wire, metadata included; for exp and mpc those of measured gradients."""
+        """Return the bits of a value on the wire, metadata included; for exp and mpc those of measured gradients."""
         if self.kind in ("int8", "int4"):
             return int(self.kind[3:]) + 32 / self.parameter
         measured = {"exp": {16: 11.4, 32: 27.4}, "mpc": {16: 12.5, 32: 29.1}}
@@ -38,7 +38,7 @@ class CodecName:
 
 
 def parse_name(text: str) -> CodecName:
-    """'int8' or 'int8:128:sr' -> CodecName, defaults filled in. Raises ValueError with what would be valid."""
+    """Parse 'int8' or 'int8:128:sr', defaults filled in. Raises ValueError with what would be valid."""
     kind, *rest = text.split(":")
     if kind not in DEFAULTS:
         raise ValueError(f"codec {text!r} is unknown; valid: {', '.join(examples())}")
@@ -58,5 +58,5 @@ def parse_name(text: str) -> CodecName:
 
 
 def examples() -> list[str]:
-    """One name of each kind."""
+    """Return one name of each kind."""
     return [str(CodecName(kind, parameter)) for kind, parameter in DEFAULTS.items()]

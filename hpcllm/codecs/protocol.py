@@ -1,4 +1,4 @@
-"""What a collective asks of a codec.
+"""The interface of a codec, as collectives use it.
 
     values (n,) fp32, bf16 or fp16  --encode-->  at most encoded_bytes(n) uint8  --decode-->  values (n,)
 
@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 
 
 class Codec(Protocol):
-    """All tensors are contiguous and in the memory of one device, the CPU or what find_codec was asked for; values at a
-    multiple of their size, bytes at one of 4.
+    """Encoder and decoder of arrays of one dtype.
+
+    All tensors are contiguous and in the memory of one device, that of find_codec; values at a multiple of their size,
+    bytes at one of 4.
 
     Kernels run in one pass and release the GIL. On a device they are queued on its current stream.
     """
@@ -28,7 +30,7 @@ class Codec(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values: float32, bfloat16 or float16."""
+        """Dtype of the values: float32, bfloat16 or float16."""
         ...
 
     @property
@@ -39,37 +41,37 @@ class Codec(Protocol):
 
     @property
     def block(self) -> int:
-        """Values coded together: whoever cuts an array at multiples of it gets the same bytes however he cuts."""
+        """Number of values coded as one: cuts of an array at multiples of it do not change the bytes."""
         ...
 
     def encoded_bytes(self, n: int) -> int:
-        """Bytes that n values take; with fixed_rate false, the most that they can take."""
+        """Return the bytes that n values take; with fixed_rate false, the most that they can take."""
         ...
 
     def used_bytes(self, data: torch.Tensor, n: int) -> int:
-        """Bytes of the encoding of n values at the start of `data` (any length). Raises CodecError."""
+        """Return the bytes of the encoding of n values at the start of `data` (any length). Raises CodecError."""
         ...
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, index: int = 0) -> torch.Tensor:
-        """(n,) of dtype -> its bytes: the front of `out` (at least encoded_bytes(n) uint8), or `values`' own memory.
+        """Encode (n,) of dtype; return the bytes: the front of `out` (encoded_bytes(n) uint8) or `values`' own memory.
 
         index: place of values[0] in the whole array, which seeds stochastic rounding and nothing else.
         """
         ...
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """(used_bytes,) uint8 -> out (n,) of dtype or float32. Raises CodecError; never writes outside out.
+        """Decode (used_bytes,) uint8 to out, (n,) of dtype or float32. Raises CodecError; never writes outside out.
 
-        On a device a codec of variable rate does not wait to see damage; it raises later: gpu/streams.py.
+        On a device a codec of variable rate does not wait to see damage; it raises later: gpu/device_codecs.py.
         """
         ...
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """out (n,) float32 += the decoded values, in fp32. Raises CodecError."""
+        """Add the decoded values to out, (n,) float32, in fp32. Raises CodecError."""
         ...
 
     def bound(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """(n,) float64 -> (n,) float64: the most that |decoded - value| can be, for each finite value.
+        """Return the largest possible |decoded - value| of each finite value; (n,) float64 -> (n,) float64.
 
         Infinite where a finite value may come back as no number, because a value near it is none.
         """
@@ -77,12 +79,12 @@ class Codec(Protocol):
 
 
 class SumEncoder(Protocol):
-    """A codec on a device that adds up encodings and encodes their sum in one kernel."""
+    """Codec on a device that adds up encodings and encodes their sum in one kernel."""
 
     def sum_encode(
         self, parts: torch.Tensor, own_rank: int, own: torch.Tensor, out: torch.Tensor, index: int = 0
     ) -> torch.Tensor:
-        """The encoding of a sum, at the front of `out` (at least encoded_bytes(n) uint8).
+        """Encode a sum at the front of `out` (at least encoded_bytes(n) uint8) and return it.
 
         parts: (ranks, bytes) uint8; row r begins with rank r's encoding of n values, but row own_rank is not read.
         own: (n,) of dtype, the addend of own_rank, and afterwards what the sum's encoding decodes to. The same bits as

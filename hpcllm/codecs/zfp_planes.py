@@ -19,14 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcllm.codecs.bits import first_one, leading_zeros, reverse_bytes
-from hpcllm.codecs.kernels import kernel
+from hpcllm.codecs.kernels import first_one, kernel, leading_zeros, reverse_bytes
 
 LONGEST = 7  # bits of the longest code of a plane
 
 
 def list_bits(state: int, plane: int) -> list[int]:
-    """The code of a plane."""
+    """Return the code of a plane, bit by bit."""
     code = [plane >> i & 1 for i in range(state)]
     while state < 4:
         code.append(int(plane >> state != 0))
@@ -42,7 +41,7 @@ def list_bits(state: int, plane: int) -> list[int]:
 
 
 def read_bits(state: int, code: list[int]) -> tuple[int, int, int]:
-    """(plane, next state, bits taken). A code that ends too early still sets the 1 it was looking for, as in zfp."""
+    """Return (plane, next state, bits taken). A code that ends early still sets the 1 it searches for, as in zfp."""
     rest = iter(code)
     plane = sum(next(rest, 0) << i for i in range(state))
     while state < 4 and next(rest, 0):
@@ -54,7 +53,7 @@ def read_bits(state: int, code: list[int]) -> tuple[int, int, int]:
 
 
 def encoder_table() -> NDArray[np.uint16]:
-    """[state, plane]: code | its length << 8 | next state << 12."""
+    """Tabulate [state, plane]: code | its length << 8 | next state << 12."""
     table = np.zeros((4, 16), np.uint16)
     for state, plane in np.ndindex(table.shape):
         code = list_bits(state, plane)
@@ -64,7 +63,7 @@ def encoder_table() -> NDArray[np.uint16]:
 
 
 def decoder_table() -> NDArray[np.uint16]:
-    """[bits left, at most 7; state; the next 7 bits]: plane | bits taken << 8 | next state << 12."""
+    """Tabulate [bits left, at most 7; state; the next 7 bits]: plane | bits taken << 8 | next state << 12."""
     table = np.zeros((LONGEST + 1, 4, 1 << LONGEST), np.uint16)
     for left, state, bits in np.ndindex(table.shape):
         plane, following, taken = read_bits(state, [bits >> i & 1 for i in range(left)])
@@ -77,7 +76,7 @@ ENCODER, DECODER = encoder_table(), decoder_table()
 
 @kernel
 def shift_left(low: Any, high: Any, by: Any) -> Any:
-    """128 bits, low word first, by 0 to 127."""
+    """Shift 128 bits, low word first, by 0 to 127."""
     if by >= np.uint64(64):
         return np.uint64(0), low << (by - np.uint64(64))
     if by == np.uint64(0):
@@ -96,7 +95,7 @@ def shift_right(low: Any, high: Any, by: Any) -> Any:
 
 @kernel
 def cut(low: Any, high: Any, bits: Any) -> Any:
-    """The first 1 to 128 bits."""
+    """Keep the first 1 to 128 bits."""
     if bits <= np.uint64(64):
         return low & np.uint64(0xFFFFFFFFFFFFFFFF) >> (np.uint64(64) - bits), np.uint64(0)
     return low, high & np.uint64(0xFFFFFFFFFFFFFFFF) >> (np.uint64(128) - bits)
@@ -104,7 +103,7 @@ def cut(low: Any, high: Any, bits: Any) -> Any:
 
 @kernel
 def reverse_planes(word: Any) -> Any:
-    """Sixteen planes from highest first to lowest first, or back."""
+    """Reverse sixteen planes from highest first to lowest first, or back."""
     low = np.uint64(0x0F0F0F0F0F0F0F0F)
     swapped = reverse_bytes(word)
     return (swapped & low) << np.uint64(4) | swapped >> np.uint64(4) & low
@@ -112,7 +111,7 @@ def reverse_planes(word: Any) -> Any:
 
 @kernel
 def encode_planes(bottom: Any, top: Any, budget: Any) -> Any:
-    """128 bits of planes -> the first `budget` (1 to 119) bits of their code, in two words."""
+    """Encode 128 bits of planes to the first `budget` (1 to 119) bits of their code, in two words."""
     zeros = leading_zeros(top) if top else np.uint64(64) + leading_zeros(bottom)
     at, low, high, state = zeros >> np.uint64(2), np.uint64(0), np.uint64(0), np.uint64(0)
     bottom, top = shift_left(bottom, top, min(zeros & np.uint64(0xFC), np.uint64(124)))
@@ -136,7 +135,7 @@ def encode_planes(bottom: Any, top: Any, budget: Any) -> Any:
 
 @kernel
 def decode_planes(low: Any, high: Any, budget: Any) -> Any:
-    """`budget` bits of code -> the 128 bits of planes (bottom, top) that zfp's decoder makes of them."""
+    """Decode `budget` bits of code to 128 bits of planes (bottom, top), as zfp's decoder does."""
     zeros = first_one(low) if low else np.uint64(64) + first_one(high)
     zeros = min(zeros, np.uint64(32))
     if zeros == np.uint64(32) or zeros >= budget:

@@ -1,7 +1,13 @@
-"""Collectives over (array, communicator, codec): MPI moves bytes, we reduce. They know no model.
+"""Collectives over (array, communicator, codec): MPI moves bytes, we reduce. They know no model. A reading order:
 
-operations.py has the front doors; each algorithm is one short file. cost.py is pure; the rest imports torch and MPI,
-and does so when it is first asked for.
+operations.py        allreduce, reduce_scatter, allgather, alltoall, broadcast; nonblocking.py, worker.py: in a thread
+group.py, wire.py    ranks and nodes of a communicator; its messages and their memory; arrays.py: the caller's arrays
+ring.py two_step.py doubling.py bruck.py pairwise.py broadcasts.py native.py    an algorithm or two each
+node_window.py       inside a node, with node.py, node_kernels.py, window.py; two_level.py: inside and between nodes
+feedback.py          error feedback for a lossy codec
+auto.py              which algorithm; selection.py: by rule or by cost.py, with rates of tuning.py that measure.py finds
+
+selection, cost and tuning are pure; the rest imports torch and MPI when a name of this package is first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The caller's arrays as flat tensors, which is what the algorithms work on: the same memory, no copy.
+"""Views of the caller's arrays as flat tensors, which the algorithms work on: the same memory, no copy.
 
 torch         on the CPU or a device
 NumPy, CuPy   CuPy's by DLPack, which also has torch's current stream wait for CuPy's  (CuPy: not run yet, for want of a
@@ -19,7 +19,7 @@ Array: TypeAlias = Any  # torch.Tensor, numpy.ndarray or cupy.ndarray: one kind 
 
 
 def flat(x: Array, *, written: bool) -> torch.Tensor:
-    """x as (n,) where it is. Raises ValueError if it is not contiguous, not writable though written, or no array."""
+    """View x as (n,) where it is. Raises ValueError if it is no array, not contiguous, or read-only though written."""
     if isinstance(x, np.ndarray):
         return _of_numpy(x, written)
     if isinstance(x, torch.Tensor):
@@ -30,7 +30,7 @@ def flat(x: Array, *, written: bool) -> torch.Tensor:
 
 
 def device_of(x: Array) -> torch.device:
-    """Where x is; what is no array is nowhere else."""
+    """Device of x; the CPU if x is no array."""
     if isinstance(x, torch.Tensor):
         return x.device
     is_foreign = hasattr(x, "__dlpack__") and not isinstance(x, np.ndarray)
@@ -38,7 +38,7 @@ def device_of(x: Array) -> torch.device:
 
 
 def new_like(x: Array, shape: Sequence[int]) -> Array:
-    """Uninitialised, of x's kind, dtype and device."""
+    """New array, uninitialised, of x's kind, dtype and device."""
     if isinstance(x, torch.Tensor):
         return torch.empty(tuple(shape), dtype=x.dtype, device=x.device)
     library = np if isinstance(x, np.ndarray) else sys.modules[type(x).__module__.partition(".")[0]]
@@ -46,7 +46,7 @@ def new_like(x: Array, shape: Sequence[int]) -> Array:
 
 
 def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two flat tensors share memory."""
+    """True if two flat tensors share memory."""
     return x.data_ptr() < y.data_ptr() + y.nbytes and y.data_ptr() < x.data_ptr() + x.nbytes
 
 

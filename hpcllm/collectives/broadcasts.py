@@ -16,11 +16,11 @@ from __future__ import annotations
 import torch
 from mpi4py import MPI
 
-from hpcllm.chunks import whole_blocks
+from hpcllm.codecs.casts import Raw
 from hpcllm.codecs.protocol import Codec
-from hpcllm.codecs.raw import Raw
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.wire import Slots
+from hpcllm.mpi.partition import whole_blocks
 
 DEPTH = 4
 TREE_VALUES = 1 << 20  # a segment of the binomial tree
@@ -44,7 +44,10 @@ def ring_broadcast(x: torch.Tensor, root: int, group: Group, codec: Codec) -> No
 def _forward(
     x: torch.Tensor, root: int, parent: int, children: list[int], segment_values: int, group: Group, codec: Codec
 ) -> None:
-    """parent, children: ranks counted from the root; children past the last rank do not exist."""
+    """Receive from the parent and send to the children, segment by segment.
+
+    parent, children: ranks counted from the root; children past the last rank do not exist.
+    """
     if group.size == 1 or not x.numel():
         return
     is_root = group.rank == root

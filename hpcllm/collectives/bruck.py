@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import torch
 
-from hpcllm.chunks import chunk_range, segment_range, whole_blocks
 from hpcllm.codecs.protocol import Codec
 from hpcllm.collectives.group import Group
-from hpcllm.collectives.packed import Packed
-from hpcllm.collectives.wire import padded
+from hpcllm.collectives.wire import Packed, padded
+from hpcllm.mpi.partition import chunk_range, segment_range, whole_blocks
 
 ROUND_VALUES = 1 << 22  # of all ranks; longer arrays go part by part, which bounds the scratch memory
 
@@ -71,12 +70,12 @@ def bruck_alltoall(x: torch.Tensor, out: torch.Tensor, group: Group, codec: Code
 
 
 def _turn(x: torch.Tensor, out: torch.Tensor, part: slice, group: Group, codec: Codec) -> None:
-    """x, out: (ranks, block)."""
+    """Exchange one part of all blocks. x, out: (ranks, block)."""
     size, rank = group.size, group.rank
     slot_bytes = codec.encoded_bytes(out[0, part].numel())
-    slots, leaving, coming = (
-        group.wire.scratch(name, size * padded(slot_bytes)).view(size, -1) for name in ("slots", "leaving", "coming")
-    )
+    names = ("slots", "leaving", "coming")
+    scratch = (group.wire.memory.scratch(name, size * padded(slot_bytes)).view(size, -1) for name in names)
+    slots, leaving, coming = scratch
     for i in range(1, size):
         peer = (rank + i) % size
         data = codec.encode(x[peer, part], slots[i], (rank * size + peer) * x.shape[1] + part.start)
@@ -89,15 +88,8 @@ def _turn(x: torch.Tensor, out: torch.Tensor, part: slice, group: Group, codec: 
         torch.index_select(slots, 0, chosen, out=sent)
         to, source = (rank + distance) % size, (rank - distance) % size
         plain_bytes = len(chosen) * out[0, part].nbytes
-        _exchange(
-            group,
-            sent.view(-1),
-            to,
-            landing.view(-1),
-            source,
-            plain_bytes,
-            f"{len(chosen)} blocks of a Bruck turn, from {{}}",
-        )
+        what = f"{len(chosen)} blocks of a Bruck turn, from {{}}"
+        _exchange(group, sent.view(-1), to, landing.view(-1), source, plain_bytes, what)
         slots[chosen] = landing
     out[rank, part].copy_(x[rank, part])
     for i in range(1, size):

@@ -1,4 +1,4 @@
-"""How long each algorithm takes: one formula for each, in seconds. Pure: no torch, no mpi4py.
+"""Cost of each algorithm: one formula for each, in seconds. Pure: no torch, no mpi4py.
 
     cost_s("allreduce", "two_step", size_bytes, coding, shape, rates)
 
@@ -22,12 +22,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from hpcllm.collectives.rates import Coding, Rates, Shape
+from hpcllm.collectives.tuning import Coding, Rates, Shape
 
 SEGMENT_BYTES = 1 << 20  # of values: what the algorithms encode and send at once
 MEASURED_WHOLE = ("native", "node_window")  # rates.library and rates.window have all that they do
 CACHED_BYTES = 4 << 20  # a rank's share of caches, about: rates are of pieces that fit
-
 
 Formula = Callable[[float, Coding, Shape, Rates], float]
 
@@ -65,7 +64,7 @@ def _ends(shape: Shape) -> int:
     return shape.nodes if shape.nodes > 1 else shape.ranks
 
 
-def _together(shape: Shape) -> int:
+def _lanes(shape: Shape) -> int:
     """Ranks whose own blocks leave through one link: of the emptiest node, for a bound."""
     return shape.lanes if shape.nodes > 1 else 1
 
@@ -74,7 +73,7 @@ VOLUMES: dict[str, Callable[[float, Shape], float]] = {
     "allreduce": lambda size, shape: 2 * size * (_ends(shape) - 1) / _ends(shape),
     "reduce_scatter": lambda size, shape: size * (_ends(shape) - 1) / _ends(shape),
     "allgather": lambda size, shape: size * (_ends(shape) - 1) / _ends(shape),
-    "alltoall": lambda size, shape: size * _together(shape) * (shape.ranks - _together(shape)) / shape.ranks,
+    "alltoall": lambda size, shape: size * _lanes(shape) * (shape.ranks - _lanes(shape)) / shape.ranks,
     "broadcast": lambda size, shape: size * (shape.ranks > 1),
 }
 
@@ -91,7 +90,7 @@ def _latency_s(shape: Shape, rates: Rates) -> float:
 
 
 def _segments(size_bytes: float, segment_bytes: float = SEGMENT_BYTES) -> float:
-    """As a real number: with whole ones a longer message could seem faster."""
+    """Number of segments as a real number: with whole ones a longer message could seem faster."""
     return max(1.0, size_bytes / segment_bytes)
 
 
@@ -195,7 +194,7 @@ def _two_step_allreduce(size: float, coding: Coding, shape: Shape, rates: Rates)
 
 
 def _two_step_s(size: float, far_s: float, coding: Coding, shape: Shape, rates: Rates) -> float:
-    """All but the messages inside a node."""
+    """Seconds of all but the messages inside a node."""
     work = _scattered_sum_s(size, coding, shape) + _encoded_s(size / shape.ranks, coding) + _placed_s(size, coding)
     segments = _turns(size, shape, rates)
     start = 2 * (_latency_s(shape, rates) + (shape.ranks - 1) * segments * rates.message_s)
@@ -211,7 +210,7 @@ def _two_step_reduce_scatter(size: float, coding: Coding, shape: Shape, rates: R
 
 
 def _turns(size: float, shape: Shape, rates: Rates) -> float:
-    """In a turn a rank sends turn_bytes to all others together, but no less than an eighth of that to each."""
+    """Number of turns: in each a rank sends turn_bytes to all others, but no less than an eighth of that to each."""
     return _segments(size / shape.ranks, rates.turn_bytes / min(shape.ranks - 1, 8))
 
 
@@ -245,12 +244,12 @@ def _node_window(size: float, coding: Coding, shape: Shape, rates: Rates) -> flo
 
 
 def window_bytes(size: float, ranks: int) -> float:
-    """What a rank copies into slots and out of them, and adds up: of x, the own slice stays where it is."""
+    """Bytes that a rank copies into slots and out of them, and adds up: its own slice of x stays where it is."""
     return 2 * size * (ranks - 1) / ranks + size
 
 
 def _node_window_reduce_scatter(size: float, coding: Coding, shape: Shape, rates: Rates) -> float:
-    """As of an array anywhere: addends of the others' chunks go through slots, and every addend of the own is read."""
+    """Cost for an array anywhere: addends of the others' chunks go through slots, every addend of the own is read."""
     del coding
     return rates.window.latency_s + rates.window.carry_s(size * (shape.ranks - 1) / shape.ranks + size)
 
@@ -272,7 +271,7 @@ def _two_level(size: float, coding: Coding, shape: Shape, rates: Rates) -> float
 
 
 def _bruck_allgather(size: float, coding: Coding, shape: Shape, rates: Rates) -> float:
-    """In each round as many parts as a rank has, or all that are missing."""
+    """Rounds of Bruck's allgather: each moves as many parts as a rank has, or all that are missing."""
     part = size / shape.ranks
     wire = _shifted(lambda k: part / coding.ratio * min(1 << k, shape.ranks - (1 << k)), shape, rates)
     work = _encoded_s(part, coding) + _work_s(size, coding.decode_gb_s)

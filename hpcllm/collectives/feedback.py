@@ -1,18 +1,18 @@
-"""Error feedback: what a lossy codec took from a sum, or added to it, is made up for in the next sum.
+"""Error feedback: the error that a lossy codec made in one sum is corrected in the next.
 
-    step t     x + what is still owed  --encode--> bytes --> everybody         surplus = decoded - asked for
-                        ^                            |                                    |
-                        `---- minus surplus ---------+------------------------------------'   kept to step t + 1
+    step t     x - residual  --encode--> bytes --> everybody         new residual = decoded - (x - residual)
+                    ^                      |                                    |
+                    `----------------------+------------------------------------'   kept to step t + 1
 
-    sum over steps of the results = sum over steps and ranks of x + sum over ranks of the last surplus
+    sum over steps of the results = sum over steps and ranks of x + sum over ranks of the last residual
 
 so the error of what has been added up over all steps does not grow with their number: it is at most that of one
 encoding a rank. Both encodings of a two-step sum are fed back, in one array of n values: a rank encodes addends of the
-others' chunks and sums of its own, so each value is encoded once in a step, and its place says which surplus is its.
-A reduce-scatter has the first encoding alone: a rank owes nothing for the chunk that is its own.
+others' chunks and sums of its own, so each value is encoded once in a step, and its place says which residual is its.
+A reduce-scatter has the first encoding alone: a rank has no residual for the chunk that is its own.
 
-Values that are not finite are passed on as such, and their blocks owe nothing afterwards. Zero is always a valid
-surplus: a run that goes on without the surplus of the last step, or with other ranks, loses what one step is worth.
+Values that are not finite are passed on as such, and the residual of their blocks is zero afterwards. Zero is always
+valid: a run that goes on without the residual of the last step, or with other ranks, loses what one step is worth.
 Source: Seide et al. 2014, "1-bit stochastic gradient descent", section 3; both encodings: Tang et al. 2019,
 "DoubleSqueeze", arXiv:1905.05957, algorithm 1.
 """
@@ -23,15 +23,15 @@ import torch
 
 from hpcllm.codecs.blocks import Doubles
 from hpcllm.codecs.protocol import Codec
+from hpcllm.collectives import allreduce, reduce_scatter
 from hpcllm.collectives.group import Group
-from hpcllm.collectives.node_window import slices
-from hpcllm.collectives.operations import allreduce, reduce_scatter
+from hpcllm.collectives.node import slices
 
 
 class ErrorFeedback:
     """A lossy codec of float32 that remembers, for one operation on one array, always the same n values, of one group.
 
-    lane: the values that this rank encodes. Between two sums surplus (lane's values,) float32 may be read, written and
+    lane: the values that this rank encodes. Between two sums residual (lane's values,) float32 may be read, written and
     zeroed, and codec replaced by the same with another key.
     """
 
@@ -45,7 +45,7 @@ class ErrorFeedback:
         operation: str = "allreduce",
         device: torch.device | str = "cpu",
     ) -> None:
-        """operation: allreduce or reduce_scatter. device: where the arrays are, and codec's twin is for.
+        """operation: allreduce or reduce_scatter. device: where the arrays are, and the codec works.
 
         Raises ValueError where there is nothing to feed back.
         """
@@ -55,7 +55,7 @@ class ErrorFeedback:
         by_node = operation == "allreduce" and group.nodes > 1  # a single node's two_level encodes nothing
         self.algorithm = "two_level" if by_node else "two_step"
         self.lane = _lane(n, group) if by_node else slice(0, n)
-        self.surplus = torch.zeros(self.lane.stop - self.lane.start, device=device)
+        self.residual = torch.zeros(self.lane.stop - self.lane.start, device=device)
 
     def allreduce(self, x: torch.Tensor) -> None:
         """Sum x, n values of float32, over the group in place; the same bits on every rank. Collective over group.
@@ -66,9 +66,9 @@ class ErrorFeedback:
         allreduce(x, self.group, self, self.algorithm)
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """x, n values of float32 -> out: this rank's chunk of the sum. Only what others sum is encoded, and fed back.
+        """Sum x, n values of float32, and write this rank's chunk of the sum to out. Collective over group.
 
-        As `allreduce`.
+        Only what others sum is encoded, and fed back. Raises as `allreduce`.
         """
         self._check(x)
         reduce_scatter(x, self.group, self, self.algorithm, out)
@@ -103,11 +103,11 @@ class ErrorFeedback:
         n = values.numel()
         if not n:
             return self.codec.encode(values, out, index)
-        surplus = self.surplus[index % self.surplus.numel() :][:n]  # index counts the values of all ranks in turn
-        asked = torch.sub(values, surplus, out=surplus)
-        data = self.codec.encode(asked, out, index)
-        self.codec.decode_add(data, asked.neg_())  # now surplus again
-        surplus.nan_to_num_(0.0, 0.0, 0.0)
+        residual = self.residual[index % self.residual.numel() :][:n]  # index counts the values of all ranks in turn
+        wanted = torch.sub(values, residual, out=residual)
+        data = self.codec.encode(wanted, out, index)
+        self.codec.decode_add(data, wanted.neg_())  # the new residual
+        residual.nan_to_num_(0.0, 0.0, 0.0)
         return data
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
@@ -117,7 +117,7 @@ class ErrorFeedback:
         self.codec.decode_add(data, out)
 
     def bound(self, values: Doubles) -> Doubles:
-        """Of values to which the surplus has been added."""
+        """Largest error of values from which the residual has been subtracted."""
         return self.codec.bound(values)
 
 

@@ -1,4 +1,4 @@
-"""Who takes part: what this package knows about a communicator, found out once and kept with it.
+"""Ranks of a communicator and what is kept with them: nodes, memory, plans; found out once.
 
     comm (the caller's)  --attribute-->  Group:  comm      a copy of its own, so no message meets the caller's
                                                  node      the ranks that share this rank's memory
@@ -21,21 +21,23 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from hpcllm.collectives.tuning import Tuning
+from hpcllm.collectives.tuning import Shape, Tuning
 from hpcllm.collectives.wire import Wire
 from hpcllm.errors import CollectiveError
-from hpcllm.waiting import name_rank
+from hpcllm.mpi.wait import name_rank
 
 
 @dataclass(eq=False)
 class Group:
+    """One communicator as the collectives use it."""
+
     comm: MPI.Intracomm
     node: MPI.Intracomm
     peers: MPI.Intracomm  # for places below `lanes`, rank in it = number of the node
     node_sizes: tuple[int, ...]  # ranks on each node
     wire: Wire = field(default_factory=Wire)
-    plans: dict[Any, Any] = field(default_factory=dict)  # what select.py has decided
-    tuning: Tuning | None = None  # what it decides by
+    plans: dict[Any, Any] = field(default_factory=dict)  # plans of auto.py
+    tuning: Tuning | None = None  # measured rates that auto.py decides by; None: its rules
     at_free: list[Callable[[], None]] = field(default_factory=list)  # called in reverse order: windows and the like
     broken: str = ""  # why: a collective that failed half-way left messages behind
     _backgrounds: dict[str, Group] = field(default_factory=dict)  # by lane
@@ -52,12 +54,16 @@ class Group:
         """Places that every node has a rank for."""
         return min(self.node_sizes)
 
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.size, self.nodes, self.lanes)
+
     def name(self, rank: int) -> str:
         """'rank 5', as the whole job counts: for error messages."""
         return name_rank(self.comm, rank)
 
     def background(self, lane: str) -> Group:
-        """The same ranks with messages and memory of the lane's own, for nonblocking.py.
+        """A Group of these ranks with messages and memory of the lane's own, for nonblocking.py.
 
         A lane's first call is collective.
         """
@@ -68,14 +74,14 @@ class Group:
         return self._backgrounds[lane]
 
     def use_tuning(self, tuning: Tuning | None) -> None:
-        """Let select.py decide by these rates from now on, None: by its rules. The same on all ranks."""
+        """Let `auto` decide by these rates from now on, None: by rule. The same on all ranks."""
         self.tuning = tuning
         self.plans.clear()
         for group in self._backgrounds.values():
             group.use_tuning(tuning)
 
     def check(self) -> None:
-        """Raises CollectiveError if an earlier collective failed here: the next would take its messages for its own."""
+        """Raise CollectiveError if an earlier collective failed here: the next would take its messages for its own."""
         if self.broken:
             raise CollectiveError(
                 f"{self.name(self.rank)}: an earlier collective on this communicator failed ({self.broken}), and its "
@@ -83,7 +89,7 @@ class Group:
             )
 
     def free(self) -> None:
-        """Collective over comm. Group and what was kept with it are of no use afterwards."""
+        """Free the communicators and what was kept with them. Collective over comm."""
         for group in self._backgrounds.values():
             group.free()
         while self.at_free:

@@ -24,8 +24,7 @@ from hpcllm.codecs.catalogue import find_codec
 from hpcllm.collectives import operations
 from hpcllm.collectives.cost import COSTS, VOLUMES, window_bytes
 from hpcllm.collectives.group import Group, group_of
-from hpcllm.collectives.rates import Coding, Link, Rates
-from hpcllm.collectives.select import shape_of
+from hpcllm.collectives.tuning import Coding, Link, Rates
 from hpcllm.collectives.wire import Wire
 
 CODECS = ("bf16", "int8:256", "exp")  # what runs use most; each takes its kernels a second to compile at first
@@ -42,7 +41,7 @@ DIGITS = 4
 def measure(group: Group, codecs: Sequence[str] = CODECS, dtypes: Sequence[str] = DTYPES) -> Rates:
     """Measure all rates; the same on every rank. Collective over group. Raises ValueError for an unknown codec.
 
-    codecs: names; "raw" is measured in any case. With one node, or one rank, what is missing is taken from what is not.
+    codecs: names; "raw" is measured in any case. With one node, or one rank, missing links get the rates of others.
     """
     clock, wire = Clock(group), group.wire
     counted = wire.sent_bytes, wire.plain_bytes
@@ -65,7 +64,7 @@ def measure(group: Group, codecs: Sequence[str] = CODECS, dtypes: Sequence[str] 
         codings=_codings(clock, dict.fromkeys(["raw", *codecs]), dtypes),
         library=_library(clock, call_s) if group.size > 1 else {},
     )
-    wire.sent_bytes, wire.plain_bytes = counted  # nobody's traffic
+    wire.sent_bytes, wire.plain_bytes = counted  # measuring counts as no traffic
     return _rounded(rates)
 
 
@@ -116,7 +115,7 @@ def _link(clock: Clock, comm: MPI.Intracomm, takes_part: bool) -> tuple[Link, fl
     def seconds(size_bytes: int, count: int) -> float:
         if comm == MPI.COMM_NULL or comm.size == 1 or not takes_part:
             return clock.seconds(lambda: None)
-        memory = wire.scratch("measure", 2 * size_bytes).view(2, size_bytes)
+        memory = wire.memory.scratch("measure", 2 * size_bytes).view(2, size_bytes)
         return clock.seconds(lambda: _shift(comm, wire, memory, count))
 
     one_s, burst_s, long_s = seconds(8, 1), seconds(8, BURST), seconds(SEGMENT_BYTES, 4)
@@ -179,7 +178,7 @@ def _coding(clock: Clock, name: str, dtype: str) -> Coding:
 
 def _library(clock: Clock, call_s: float) -> dict[str, Link]:
     """The latency and the bandwidth with which cost.py's formula for `native` meets the measured times."""
-    shape = shape_of(clock.group)
+    shape = clock.group.shape
     rounds = (shape.ranks - 1).bit_length()
     links = {}
     for operation in COSTS:
@@ -205,7 +204,7 @@ def _native(operation: str, group: Group, n: int) -> Callable[[], object]:
 
 
 def _rounded(rates: Rates) -> Rates:
-    """Every number to the digits that a measurement is worth: what a file keeps is what is used at once."""
+    """Round every number to the digits that a measurement is worth: a file keeps what is used at once."""
 
     def link(old: Link) -> Link:
         return Link(_round(old.latency_s), _round(old.bandwidth_gb_s))

@@ -16,12 +16,12 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from hpcllm.chunks import chunk_range
 from hpcllm.codecs.protocol import Codec
-from hpcllm.collectives.choice import LARGEST_COUNT
 from hpcllm.collectives.group import Group
-from hpcllm.messages.buffers import LARGEST_MESSAGE_BYTES, as_buffer
-from hpcllm.messages.memory import DeviceMemory
+from hpcllm.collectives.selection import LARGEST_COUNT
+from hpcllm.mpi.buffers import LARGEST_MESSAGE_BYTES, as_buffer
+from hpcllm.mpi.message_memory import DeviceMemory
+from hpcllm.mpi.partition import chunk_range
 
 UNITS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}  # moved, never added
 
@@ -59,11 +59,11 @@ def native_allgather(part: torch.Tensor, out: torch.Tensor, group: Group, codec:
     _check_raw(codec)
     start, end = chunk_range(out.numel(), group.size, group.rank)
     in_place = part.data_ptr() == out[start:].data_ptr()
-    everything = _reached("everything", out, group, filled=False)
+    everything = _for_library("everything", out, group, filled=False)
     if everything is not out:
         everything[start:end].copy_(part)
         in_place = True
-    sent = MPI.IN_PLACE if in_place else _units(_reached("part", part, group))
+    sent = MPI.IN_PLACE if in_place else _units(_for_library("part", part, group))
     _wait(group, "allgather", group.comm.Iallgatherv(sent, _units(everything, _counts(out.numel(), group))))
     _bring_back(everything, out)
 
@@ -72,7 +72,7 @@ def native_alltoall(x: torch.Tensor, out: torch.Tensor, group: Group, codec: Cod
     """Block r of x (n,), n a multiple of the ranks, goes to rank r. Collective. Raises ValueError on another codec."""
     _check_raw(codec)
     counts = _counts(x.numel(), group)
-    leaving, coming = _reached("leaving", x, group), _reached("coming", out, group, filled=False)
+    leaving, coming = _for_library("leaving", x, group), _for_library("coming", out, group, filled=False)
     _wait(group, "alltoall", group.comm.Ialltoallv(_units(leaving, counts), _units(coming, counts)))
     _bring_back(coming, out)
 
@@ -81,15 +81,15 @@ def native_broadcast(x: torch.Tensor, root: int, group: Group, codec: Codec) -> 
     """root's x (n,) goes to every rank. Collective. Raises ValueError on another codec."""
     _check_raw(codec)
     step = LARGEST_MESSAGE_BYTES // x.element_size()
-    everything = _reached("everything", x, group, filled=group.rank == root)
+    everything = _for_library("everything", x, group, filled=group.rank == root)
     for start in range(0, x.numel(), step):
         _wait(group, "broadcast", group.comm.Ibcast(_units(everything[start : start + step]), root))
     if group.rank != root:
         _bring_back(everything, x)
 
 
-def _reached(name: str, x: torch.Tensor, group: Group, *, filled: bool = True) -> torch.Tensor:
-    """x if the library may read and fill its memory, else memory on the host, filled with x's values or not."""
+def _for_library(name: str, x: torch.Tensor, group: Group, *, filled: bool = True) -> torch.Tensor:
+    """Return x if the library may read and fill its memory, else host memory, filled with x's values or not."""
     memory = group.wire.memory
     if not isinstance(memory, DeviceMemory) or not memory.direct:
         return _on_host(name, x, group, filled=filled)
@@ -98,7 +98,7 @@ def _reached(name: str, x: torch.Tensor, group: Group, *, filled: bool = True) -
 
 
 def _on_host(name: str, x: torch.Tensor, group: Group, *, filled: bool = True) -> torch.Tensor:
-    """x on the CPU: itself or pinned memory, filled with its values or not."""
+    """Return x if it is on the CPU, else pinned memory, filled with its values or not."""
     memory = group.wire.memory
     if not isinstance(memory, DeviceMemory):
         return x
@@ -107,7 +107,7 @@ def _on_host(name: str, x: torch.Tensor, group: Group, *, filled: bool = True) -
 
 
 def _bring_back(values: torch.Tensor, x: torch.Tensor) -> None:
-    """Into x what was received or summed elsewhere."""
+    """Copy to x what was received or summed elsewhere."""
     if values is not x:
         x.copy_(values)
 

@@ -1,4 +1,4 @@
-"""What the ranks of a node do with each other's memory, at addresses: counters, copies, sums of rows.
+"""Kernels of the ranks of a node on each other's memory, at addresses: counters, copies, sums of rows, exchanges.
 
     sources   row 0  [ a0 a1 a2 ... ]   block by block, in first-level cache:  fp32 block = row 0 + row 1 + ...
               row 1  [ b0 b1 b2 ... ]
@@ -27,7 +27,7 @@ BLOCK = 2048  # fp32 values: 8 KiB, a quarter of a first-level cache
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}  # bytes are moved, not added up
 FLOAT32, BFLOAT16 = 0, 1
 
-RANK_BYTES = 128  # of one rank: a cache line of counters, another of what it brought to this call and the last
+RANK_BYTES = 128  # for each rank: a cache line of counters, another of what it brought to this call and the last
 ENTERED, BETWEEN, LEFT, FILLED, REDUCED, COLLECTED, RELAYED = range(7)  # the counters; they only ever grow
 
 
@@ -108,7 +108,7 @@ def awaited(flags: int, ranks: int, which: int, count: int, spins: int) -> int:
 
 @kernel
 def post(flags: int, rank: int, which: int, count: int) -> None:
-    """Whoever sees the counter at `count` sees all that this rank wrote before."""
+    """Set a counter: whoever sees it at `count` sees all that this rank wrote before."""
     _store_release(np.uint64(flags + rank * RANK_BYTES + which * 8), np.uint64(count))
 
 
@@ -228,3 +228,108 @@ def _store(kind: int, address: int, block: NDArray[np.float32], count: int) -> N
 def _store_values(block: NDArray[np.float32], values: NDArray[Any]) -> None:
     for i in range(values.size):
         values[i] = narrowed(block[i], values[i])
+
+
+# ---- arrays of ordinary memory through a window of bounded size: reduce-scatter, all-gather or both
+#
+#    chunks of x, one an owner      pieces: segment 0 | segment 1 | ...          each segment passes SLOTS slots in turn
+#
+#    1 fill     every rank copies its pieces of the others' chunks into its own slot
+#    2 reduce   owner: own piece (where it is) + the others' slots, in rank order  ->  own piece, and own slot
+#    3 collect  every rank copies the reduced pieces out of the others' slots
+#
+# Each rank does whichever step is ready next, so that a late rank holds up its own pieces only; a slot is filled again
+# when all have collected from it. Slots are small enough to stay in cache: main memory sees x read once and written
+# once.
+
+SLOTS = 3  # a rank may be one segment ahead and another one behind without waiting
+
+EXCHANGE = np.dtype(
+    [
+        *((name, np.int64) for name in ("flags", "rank", "ranks", "kind", "width")),
+        *((name, np.int64) for name in ("x", "own", "result")),  # addresses: whole array, own chunk's input and output
+        *((name, np.int64) for name in ("piece", "slot_bytes", "first", "segments")),  # values, bytes, number, count
+        *((name, np.int64) for name in ("reduces", "gathers", "far")),
+        *((name, np.int64) for name in ("filled", "reduced", "collected")),  # segments done so far
+    ]
+)
+
+
+@kernel
+def advance(job: NDArray[np.void], rows: NDArray[np.uint64], cuts: NDArray[np.int64], spins: int) -> bool:
+    """Do what can be done, give up after that many fruitless looks. True if all is done. job: (1,) EXCHANGE, updated.
+
+    rows: (ranks,) address of each rank's first slot. cuts: (ranks + 1,) where in x the ranks' chunks begin.
+    """
+    e = job[0]
+    while e.collected < e.segments:
+        if not (_collect(e, rows, cuts) or _reduce(e, rows, cuts) or _fill(e, rows, cuts)):
+            if spins <= 0:
+                return False
+            spins -= 1
+    return True
+
+
+@kernel
+def _fill(e: Any, rows: NDArray[np.uint64], cuts: NDArray[np.int64]) -> bool:
+    s = e.filled
+    if s == e.segments or awaited(e.flags, e.ranks, COLLECTED, max(e.first + s + 1 - SLOTS, 0), 0) >= 0:
+        return False
+    if e.reduces:
+        slot = _slot(e, rows, e.rank, s)
+        for owner in range(e.ranks):
+            if owner != e.rank:
+                start, n = _piece(e, cuts, owner, s)
+                hand(slot + owner * e.piece * e.width, e.x + start * e.width, n * e.width, e.far)
+    e.filled += 1
+    post(e.flags, e.rank, FILLED, e.first + e.filled)
+    return True
+
+
+@kernel
+def _reduce(e: Any, rows: NDArray[np.uint64], cuts: NDArray[np.int64]) -> bool:
+    s = e.reduced
+    if s == e.filled or (e.reduces and awaited(e.flags, e.ranks, FILLED, e.first + s + 1, 0) >= 0):
+        return False
+    start, n = _piece(e, cuts, e.rank, s)
+    within, place = (start - cuts[e.rank]) * e.width, e.rank * e.piece * e.width
+    if e.reduces:
+        sources, targets = np.empty(e.ranks, dtype=np.uint64), np.full(1, e.result + within, dtype=np.uint64)
+        for rank in range(e.ranks):
+            sources[rank] = e.own + within if rank == e.rank else _slot(e, rows, rank, s) + place
+        sum_rows(e.kind, sources, targets, 0, n)
+    elif e.own != e.result:
+        copy(e.result + within, e.own + within, n * e.width)
+    if e.gathers:
+        hand(_slot(e, rows, e.rank, s) + place, e.result + within, n * e.width, e.far)
+    e.reduced += 1
+    post(e.flags, e.rank, REDUCED, e.first + e.reduced)
+    return True
+
+
+@kernel
+def _collect(e: Any, rows: NDArray[np.uint64], cuts: NDArray[np.int64]) -> bool:
+    s = e.collected
+    if s == e.reduced or (e.gathers and awaited(e.flags, e.ranks, REDUCED, e.first + s + 1, 0) >= 0):
+        return False
+    if e.gathers:
+        for owner in range(e.ranks):
+            if owner != e.rank:
+                start, n = _piece(e, cuts, owner, s)
+                place = owner * e.piece * e.width
+                copy(e.x + start * e.width, _slot(e, rows, owner, s) + place, n * e.width)
+    e.collected += 1
+    post(e.flags, e.rank, COLLECTED, e.first + e.collected)
+    return True
+
+
+@kernel
+def _slot(e: Any, rows: NDArray[np.uint64], rank: int, segment: int) -> Any:
+    return np.int64(rows[rank]) + (e.first + segment) % SLOTS * e.slot_bytes
+
+
+@kernel
+def _piece(e: Any, cuts: NDArray[np.int64], owner: int, segment: int) -> tuple[int, int]:
+    """First value in x of the owner's piece of a segment, and its length."""
+    start = min(cuts[owner] + segment * e.piece, cuts[owner + 1])
+    return start, min(e.piece, cuts[owner + 1] - start)

@@ -1,71 +1,25 @@
-"""`node_window`: the ranks of one node sum through memory that they share; no messages.
+"""`node_window`: the ranks of one node work in memory that they share; no messages. node.py has the window.
 
-    x in a shared array (window.py)            x anywhere                     x of a few KiB
-    enter: all are here, at the same place     enter                          copy x in, enter
-    each rank: its slice of all rows,          node_exchange.py: pieces       each rank: all of
-      rank 0  [ sum ][     ][     ]            through small slots            all rows into its x
-      rank 1  [ sum ][     ][     ]
-      rank 2  [ sum ][     ][     ]
-      ^ read and written by rank 0, once
-    leave: all are done
+                allreduce, x shared       reduce-scatter, x shared           all-gather, out shared
+    rank 0      [sum0][ <- ][ <- ]        [ x0 ][ x1 ][ x2 ]  out 0 = sum    [ p0 ][ <- ][ <- ]   every rank copies the
+    rank 1      [ <- ][sum1][ <- ]        [ x0 ][ x1 ][ x2 ]  of all x0,     [ <- ][ p1 ][ <- ]   others' parts from
+    rank 2      [ <- ][ <- ][sum2]        [ x0 ][ x1 ][ x2 ]  in rank order  [ <- ][ <- ][ p2 ]   where they are
 
-Sums run in rank order in fp32 and are rounded once, so the three ways give the same bits. Memory traffic of a shared
-array of N bytes: N read and N written by each rank, the least there can be.
-Shared windows: Hoefler et al. 2013, "MPI + MPI: a new hybrid approach to parallel programming with MPI plus shared
-memory".
+Arrays anywhere else go through the slots of node_kernels.py, those of a few KiB in one step. Every sum is made in rank
+order: the same bits each way.
 """
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 import numpy as np
 import torch
-from mpi4py import MPI
 from numpy.typing import NDArray
 
 from hpcllm.codecs.protocol import Codec
 from hpcllm.collectives.group import Group
-from hpcllm.collectives.node_exchange import EXCHANGE, SLOTS, advance
-from hpcllm.collectives.node_kernels import (
-    BETWEEN,
-    COLLECTED,
-    ENTERED,
-    FILLED,
-    KINDS,
-    LEFT,
-    RANK_BYTES,
-    REDUCED,
-    awaited,
-    brought,
-    compare,
-    copy,
-    enter,
-    post,
-    relay,
-    sum_rows,
-)
-from hpcllm.collectives.window import PAGE_BYTES, Window, allocate_window, find_window
-from hpcllm.waiting import name_rank
-
-SMALL_BYTES = 64 << 10  # what a rank reads at most in the way of a single step
-SLOT_BYTES = 512 << 10
-SPINS = 300  # looks before giving way, under a microsecond: a rank without a core may need this one
-HOPS, LOOKS = 96, 300_000  # of a token that tells how far the cores are from each other; all looks take 100 us
-FAR_HOP_S = 140e-9  # a hop inside a shared cache takes 60 ns, from one cache to another 200 and more
-BYTES_PER_RELAY = 32 << 20  # the kernel moves ranks about
-SLICE_VALUES = 1024  # slices begin at whole pages, or nearly: two ranks never write one cache line
-
-SUM, REDUCE, GATHER, SUM_CHUNKS, GATHER_CHUNKS = range(5)
-TASKS = {
-    SUM: "the sum of",
-    REDUCE: "the two-level sum of",
-    GATHER: "the two-level gathering of",
-    SUM_CHUNKS: "the reduce-scatter of",
-    GATHER_CHUNKS: "the all-gather of",
-}
-REDUCING, GATHERING = (SUM, REDUCE, SUM_CHUNKS), (SUM, GATHER, GATHER_CHUNKS)
+from hpcllm.collectives.node import GATHER_CHUNKS, SUM_CHUNKS, Node, node_of
+from hpcllm.collectives.node_kernels import BETWEEN, KINDS, LEFT, copy, sum_rows
+from hpcllm.mpi.partition import chunk_range
 
 
 def node_window_allreduce(x: torch.Tensor, group: Group, codec: Codec) -> None:
@@ -73,13 +27,39 @@ def node_window_allreduce(x: torch.Tensor, group: Group, codec: Codec) -> None:
 
     Raises ValueError on all ranks if they bring different lengths, with several nodes, or with a codec other than raw.
     """
-    check_suits(group, codec, "two_level", "two_step")
+    _check_suits(group, codec, "two_level", "two_step")
     if group.size > 1 and x.numel() > 0:
         node_of(group).allreduce(x)
 
 
-def check_suits(group: Group, codec: Codec, between_nodes: str, with_codec: str) -> None:
-    """Raises ValueError, with the algorithm to use, where the ranks share no node or values are to be encoded."""
+def node_window_reduce_scatter(x: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec) -> None:
+    """x (n,) fp32, bf16 or fp16 -> out: this rank's chunk of the sum over the ranks of one node. Collective over group.
+
+    Raises ValueError on all ranks if they bring different lengths, with several nodes, or with a codec other than raw.
+    """
+    _check_suits(group, codec, "two_step", "two_step")
+    if group.size == 1:
+        out.copy_(x)
+    elif x.numel() > 0:
+        _sum_chunks(x, out, node_of(group))
+
+
+def node_window_allgather(part: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec) -> None:
+    """Every rank's part -> its chunk of out (n,) on the ranks of one node, any dtype. Collective over group.
+
+    Raises ValueError on all ranks if they bring different lengths, with several nodes, or with a codec other than raw.
+    """
+    _check_suits(group, codec, "ring", "ring")
+    if group.size == 1:
+        out.copy_(part)
+    elif out.numel() > 0:
+        _gather_chunks(
+            part.view(torch.uint8), out.view(torch.uint8), _cuts(out, group.size) * out.itemsize, node_of(group)
+        )
+
+
+def _check_suits(group: Group, codec: Codec, between_nodes: str, with_codec: str) -> None:
+    """Raise ValueError, with the algorithm to use, where the ranks share no node or values are to be encoded."""
     if group.nodes > 1:
         raise ValueError(
             f"node_window works inside one node, and these ranks are on {group.nodes}; use {between_nodes}"
@@ -88,221 +68,39 @@ def check_suits(group: Group, codec: Codec, between_nodes: str, with_codec: str)
         raise ValueError(f"node_window sends nothing that codec {codec.name} could encode; use raw, or {with_codec}")
 
 
-Rows = tuple[NDArray[np.uint64], int]  # the ranks' parts of a window and the offset of x in each
+def _sum_chunks(x: torch.Tensor, out: torch.Tensor, node: Node) -> None:
+    cuts = _cuts(x, node.ranks)
+    start, to = int(cuts[node.rank]) * x.itemsize, np.array([out.data_ptr()], dtype=np.uint64)
+    if x.nbytes <= node.small_bytes:
+        sum_rows(KINDS[x.dtype], node.bring(x, x, SUM_CHUNKS) + np.uint64(start), to, 0, out.numel())
+        return
+    window, offset = node.enter(x, SUM_CHUNKS)
+    if window is None:
+        node.exchange(x, cuts, x.data_ptr() + start, out.data_ptr(), SUM_CHUNKS)
+    else:
+        sum_rows(KINDS[x.dtype], window.addresses + np.uint64(offset + start), to, 0, out.numel())
+        node.meet(LEFT, SUM_CHUNKS)
 
 
-class Node:
-    """The window through which the ranks of a group's node work, and where they are in it."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.shares: dict[int, bool] = {}  # by number of a window
-        self.rank, self.ranks = group.node.rank, group.node.size
-        self.small_bytes = SMALL_BYTES // self.ranks // 64 * 64
-        counters_bytes = -(-self.ranks * RANK_BYTES // PAGE_BYTES) * PAGE_BYTES
-        self.window = allocate_window(counters_bytes + 2 * self.small_bytes + SLOTS * SLOT_BYTES, group)
-        parts = self.window.addresses
-        self.flags = int(parts[0])
-        self.small = [parts + np.uint64(counters_bytes + turn * self.small_bytes) for turn in range(2)]
-        self.slots = parts + np.uint64(counters_bytes + 2 * self.small_bytes)
-        self.calls = self.segments = self.hops = 0
-        self.far, self.since_relay_bytes = False, BYTES_PER_RELAY
-
-    def allreduce(self, x: torch.Tensor) -> None:
-        """x (n,), n > 0, becomes its sum over the node."""
-        if x.nbytes <= self.small_bytes:
-            self._sum_small(x)
-            return
-        window, offset = self.enter(x, SUM)
-        cuts = slices(x.numel(), self.ranks, self.ranks)
-        if window is None:
-            self._exchange(x, cuts, SUM)
-        else:
-            self._sum_slice(x, cuts, window.addresses, offset, window.addresses)
-            self.meet(LEFT, SUM)
-
-    def reduce(self, x: torch.Tensor, cuts: NDArray[np.int64]) -> Rows | None:
-        """This rank's slice of x, of the (ranks + 1,) `cuts`, becomes its sum over the node. For gather: where x is."""
-        window, offset = self.enter(x, REDUCE)
-        if window is None:
-            self._exchange(x, cuts, REDUCE)
-            return None
-        self._sum_slice(x, cuts, window.addresses, offset, window.addresses[self.rank : self.rank + 1])
-        return window.addresses, offset
-
-    def gather(self, x: torch.Tensor, cuts: NDArray[np.int64], rows: Rows | None) -> None:
-        """The others' slices of x come from their owners. Ends the call that reduce began."""
-        if rows is None:
-            self._exchange(x, cuts, GATHER)
-            return
-        self.meet(BETWEEN, GATHER)
-        self.collect(x, cuts, *rows)
-        self.meet(LEFT, GATHER)
-
-    def collect(self, x: torch.Tensor, cuts: NDArray[np.int64], rows: NDArray[np.uint64], offset: int) -> None:
-        """Copy the others' slices of x from their places in a window."""
-        for owner in range(self.rank + 1, self.rank + self.ranks):  # all begin at different owners
-            start, end = (int(cut) * x.itemsize for cut in cuts[owner % self.ranks :][:2])
-            copy(x.data_ptr() + start, int(rows[owner % self.ranks]) + offset + start, end - start)
-
-    def _sum_slice(
-        self, x: torch.Tensor, cuts: NDArray[np.int64], rows: NDArray[np.uint64], offset: int, to: NDArray[np.uint64]
-    ) -> None:
-        start, end = int(cuts[self.rank]), int(cuts[self.rank + 1])
-        sum_rows(KINDS[x.dtype], rows, to, offset + start * x.itemsize, end - start)
-
-    def enter(self, x: torch.Tensor, task: int) -> tuple[Window | None, int]:
-        """Meet the others at the begin of a call. The window that all ranks' x are in, at one offset, or None."""
-        window, offset = find_window(x.data_ptr(), x.nbytes)
-        if window is not None and not self._shares(window):
-            window, offset = None, 0
-        self._enter(x, task, window.number if window else 0, offset)
-        return (window, offset) if self._agree() else (None, 0)
-
-    def _shares(self, window: Window) -> bool:
-        """Whether the window's ranks are those of this node, in the same order: it may be of another Group."""
-        if window.number not in self.shares:
-            relation = MPI.Comm.Compare(window.node, self.group.node)
-            self.shares[window.number] = relation in (MPI.IDENT, MPI.CONGRUENT)
-        return self.shares[window.number]
-
-    def _far(self, size_bytes: int) -> bool:
-        """Whether the node's ranks share no cache, as the time of a token tells. All bring the same size_bytes."""
-        self.since_relay_bytes += size_bytes
-        if self.since_relay_bytes >= BYTES_PER_RELAY:
-            self.since_relay_bytes = 0
-            hops_s = [hop_s for hop_s in (self._hop_s() for _ in range(3)) if hop_s > 0]
-            self.far = min(hops_s) > FAR_HOP_S if hops_s else self.far
-        return self.far
-
-    def _hop_s(self) -> float:
-        """Seconds a hop; 0 if it gave up, as it does where ranks share a core."""
-        start_s, first = time.perf_counter(), self.hops
-        self.hops += max(HOPS // self.ranks, 1) * self.ranks
-        arrived = relay(self.flags, self.rank, self.ranks, first, self.hops, LOOKS)
-        return (time.perf_counter() - start_s) / (self.hops - first) if arrived else 0.0
-
-    def meet(self, which: int, task: int) -> None:
-        """A barrier: all ranks have posted this call's counter."""
-        post(self.flags, self.rank, which, self.calls)
-        self._await(which, task)
-
-    def _exchange(self, x: torch.Tensor, cuts: NDArray[np.int64], task: int) -> None:
-        own = x.data_ptr() + int(cuts[self.rank]) * x.itemsize
-        self.exchange(x, cuts, own, own, task)
-
-    def exchange(self, x: torch.Tensor, cuts: NDArray[np.int64], own: int, result: int, task: int) -> None:
-        """Slices of x (cut at `cuts`, one a rank) are summed by their owners, or gathered from them, or both.
-
-        own, result: addresses of this rank's slice, before and after.
-        """
-        job = self._job(x, cuts, own, result, task)
-        while job["collected"][0] < job["segments"][0]:
-            self.group.wire.waits.until(lambda: self._advance(job, cuts), lambda: self._name_slowest(job, task))
-        self.segments += int(job["segments"][0])
-
-    def _job(self, x: torch.Tensor, cuts: NDArray[np.int64], own: int, result: int, task: int) -> NDArray[np.void]:
-        job = np.zeros(1, dtype=EXCHANGE)
-        piece = SLOT_BYTES // self.ranks // 64 * 64 // x.itemsize
-        segments = -(-int(np.diff(cuts).max()) // piece)
-        job[0] = (
-            self.flags, self.rank, self.ranks, KINDS[x.dtype], x.itemsize, x.data_ptr(), own, result,
-            piece, SLOT_BYTES, self.segments, segments, task in REDUCING, task in GATHERING, self._far(x.nbytes),
-            0, 0, 0,
-        )  # fmt: skip
-        return job
-
-    def _advance(self, job: NDArray[np.void], cuts: NDArray[np.int64]) -> bool:
-        """True if anything was done: the next wait begins anew, with short sleeps."""
-        before = self._steps(job)
-        if not advance(job, self.slots, cuts, SPINS):
-            self._let_messages_pass()
-        return self._steps(job) > before
-
-    def _steps(self, job: NDArray[np.void]) -> int:
-        return int(job["filled"][0] + job["reduced"][0] + job["collected"][0])
-
-    def _sum_small(self, x: torch.Tensor) -> None:
-        """Everyone reads everything: one meeting instead of two."""
-        rows = self.bring(x, x, SUM)
-        sum_rows(KINDS[x.dtype], rows, np.array([x.data_ptr()], dtype=np.uint64), 0, x.numel())
-
-    def bring(self, x: torch.Tensor, part: torch.Tensor, task: int) -> NDArray[np.uint64]:
-        """Show a `part` of small_bytes at most to all; returns where the ranks' parts are until the next call but one.
-
-        x: what the call is about, equal in length and dtype on all ranks.
-        """
-        rows = self.small[(self.calls + 1) % 2]
-        copy(int(rows[self.rank]), part.data_ptr(), part.nbytes)
-        self._enter(x, task, 0, 0)
-        self._agree()
-        return rows
-
-    def _enter(self, x: torch.Tensor, task: int, window: int, offset: int) -> None:
-        self.calls += 1
-        enter(self.flags, self.rank, self.calls, task * len(KINDS) + KINDS[x.dtype], x.nbytes, window, offset)
-        self._await(ENTERED, task)
-
-    def _agree(self) -> bool:
-        """Whether all ranks' arrays are at the same place of the same window. Raises ValueError on all ranks alike."""
-        verdict = compare(self.flags, self.ranks, self.calls)
-        if verdict >= 0:
-            said = [self._what(rank) for rank in (0, verdict)]
-            raise ValueError(f"ranks of one node meet in different calls: {said[0]}, but {said[1]}")
-        return verdict == -1 and brought(self.flags, 0, self.calls, 2) > 0
-
-    def _await(self, which: int, task: int) -> None:
-        def done() -> bool:
-            if awaited(self.flags, self.ranks, which, self.calls, SPINS) < 0:
-                return True
-            self._let_messages_pass()
-            return False
-
-        self.group.wire.waits.until(done, lambda: self._name_late(which, task))
-
-    def _let_messages_pass(self) -> None:
-        """A late rank may be waiting for a message of ours, which moves only while we are inside the MPI library."""
-        self.group.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
-
-    def _name_late(self, which: int, task: int) -> str:
-        late = awaited(self.flags, self.ranks, which, self.calls, 0)
-        return (
-            f"{name_rank(self.group.node, late)} to {'come to' if which == ENTERED else 'finish'} {self._of_node(task)}"
-        )
-
-    def _name_slowest(self, job: NDArray[np.void], task: int) -> str:
-        counts = (int(job["reduced"][0]), int(job["collected"][0]), max(int(job["filled"][0]) - SLOTS, 0))
-        for which, count in zip((FILLED, REDUCED, COLLECTED), counts, strict=True):
-            late = awaited(self.flags, self.ranks, which, self.segments + count + 1, 0)
-            if late >= 0 and late != self.rank:
-                return f"{name_rank(self.group.node, late)} in segment {count} of {self._of_node(task)}"
-        return f"nobody in {self._of_node(task)}"
-
-    def _of_node(self, task: int) -> str:
-        return f"{TASKS[task]} an array over {self.ranks} ranks of one node"
-
-    def _what(self, rank: int) -> str:
-        task, kind = divmod(brought(self.flags, rank, self.calls, 0), len(KINDS))
-        dtype = list(KINDS)[kind]
-        n = brought(self.flags, rank, self.calls, 1) // dtype.itemsize
-        return f"{name_rank(self.group.node, rank)} in {TASKS[task]} {n} values of {dtype}"
+def _gather_chunks(part: torch.Tensor, out: torch.Tensor, cuts: NDArray[np.int64], node: Node) -> None:
+    """part, out: bytes, cut at `cuts` counted in bytes."""
+    to, own = out.data_ptr(), out.data_ptr() + int(cuts[node.rank])
+    if int(np.diff(cuts).max()) <= node.small_bytes:
+        rows = node.bring(out, part, GATHER_CHUNKS)
+        for owner in range(node.ranks):
+            copy(to + int(cuts[owner]), int(rows[owner]), int(cuts[owner + 1] - cuts[owner]))
+        return
+    window, offset = node.enter(out, GATHER_CHUNKS)
+    if window is None:
+        node.exchange(out, cuts, part.data_ptr(), own, GATHER_CHUNKS)
+        return
+    if part.data_ptr() != own:
+        copy(own, part.data_ptr(), part.nbytes)
+    node.meet(BETWEEN, GATHER_CHUNKS)
+    node.collect(out, cuts, window.addresses, offset)
+    node.meet(LEFT, GATHER_CHUNKS)
 
 
-def node_of(group: Group) -> Node:
-    """The Node that is kept with the group; the first call is collective over group."""
-    kept: Any = group.node.Get_attr(_KEY)
-    node: Node = kept or Node(group)
-    if not kept:
-        group.node.Set_attr(_KEY, node)
-    return node
-
-
-def slices(n: int, owners: int, ranks: int) -> NDArray[np.int64]:
-    """(ranks + 1,) where the slices of n values begin that the first `owners` ranks own; the others' are empty."""
-    blocks = -(-n // SLICE_VALUES)
-    starts = np.minimum(np.arange(ranks + 1, dtype=np.int64), owners) * blocks // owners
-    cuts: NDArray[np.int64] = np.minimum(starts * SLICE_VALUES, n)
-    return cuts
-
-
-_KEY = MPI.Comm.Create_keyval()
+def _cuts(x: torch.Tensor, ranks: int) -> NDArray[np.int64]:
+    """(ranks + 1,) first values of the ranks' chunks of x."""
+    return np.array([chunk_range(x.numel(), ranks, rank)[0] for rank in range(ranks)] + [x.numel()], dtype=np.int64)

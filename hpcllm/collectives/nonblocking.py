@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from mpi4py import MPI
 
@@ -24,27 +24,26 @@ from hpcllm.codecs.protocol import Codec
 from hpcllm.collectives import operations
 from hpcllm.collectives.arrays import Array, device_of
 from hpcllm.collectives.group import Group, group_of
-from hpcllm.collectives.streams import Crossing, used_here
 from hpcllm.collectives.two_level import prepare
-from hpcllm.collectives.worker import GRADIENTS, can_thread, run_in_order
+from hpcllm.collectives.worker import GRADIENTS, Crossing, can_thread, run_in_order, used_here
 
 Communicator = MPI.Intracomm | Group
 
 
 @dataclass
 class Handle:
-    """A collective on its way."""
+    """A collective under way."""
 
     _future: Future[Array]
     _crossing: Crossing | None = None  # of an array on a device
     _kept: Array | None = None  # that array: the job may be over while its stream still reads it
 
     def done(self) -> bool:
-        """Whether wait() would return, or raise, at once."""
+        """True if wait() would return, or raise, at once."""
         return self._future.done()
 
     def wait(self) -> Array:
-        """The array that the blocking form returns, once it is complete; raises what the collective raised.
+        """Wait for the array that the blocking form returns, and return it; raises what the collective raised.
 
         On a device it is complete for what the current stream is told from now on.
         """
@@ -56,56 +55,39 @@ class Handle:
         return result
 
 
+class Options(TypedDict, total=False):
+    """Options of all nonblocking collectives, as those of the blocking ones; lane: see worker.py."""
+
+    out: Array | None
+    lane: str
+
+
 def iallreduce(
-    x: Array,
-    comm: Communicator,
-    codec: str | Codec = "raw",
-    algorithm: str = "auto",
-    out: Array | None = None,
-    *,
-    lane: str = GRADIENTS,
+    x: Array, comm: Communicator, codec: str | Codec = "raw", algorithm: str = "auto", **options: Unpack[Options]
 ) -> Handle:
-    """operations.allreduce in the background."""
-    return _start(operations.allreduce, x, comm, lane, codec=codec, algorithm=algorithm, out=out)
+    """Start operations.allreduce in the background."""
+    return _start(operations.allreduce, x, comm, codec=codec, algorithm=algorithm, **options)
 
 
 def ireduce_scatter(
-    x: Array,
-    comm: Communicator,
-    codec: str | Codec = "raw",
-    algorithm: str = "auto",
-    out: Array | None = None,
-    *,
-    lane: str = GRADIENTS,
+    x: Array, comm: Communicator, codec: str | Codec = "raw", algorithm: str = "auto", **options: Unpack[Options]
 ) -> Handle:
-    """operations.reduce_scatter in the background."""
-    return _start(operations.reduce_scatter, x, comm, lane, codec=codec, algorithm=algorithm, out=out)
+    """Start operations.reduce_scatter in the background."""
+    return _start(operations.reduce_scatter, x, comm, codec=codec, algorithm=algorithm, **options)
 
 
 def iallgather(
-    part: Array,
-    comm: Communicator,
-    codec: str | Codec = "raw",
-    algorithm: str = "auto",
-    out: Array | None = None,
-    *,
-    lane: str = GRADIENTS,
+    part: Array, comm: Communicator, codec: str | Codec = "raw", algorithm: str = "auto", **options: Unpack[Options]
 ) -> Handle:
-    """operations.allgather in the background."""
-    return _start(operations.allgather, part, comm, lane, codec=codec, algorithm=algorithm, out=out)
+    """Start operations.allgather in the background."""
+    return _start(operations.allgather, part, comm, codec=codec, algorithm=algorithm, **options)
 
 
 def ialltoall(
-    x: Array,
-    comm: Communicator,
-    codec: str | Codec = "raw",
-    algorithm: str = "auto",
-    out: Array | None = None,
-    *,
-    lane: str = GRADIENTS,
+    x: Array, comm: Communicator, codec: str | Codec = "raw", algorithm: str = "auto", **options: Unpack[Options]
 ) -> Handle:
-    """operations.alltoall in the background."""
-    return _start(operations.alltoall, x, comm, lane, codec=codec, algorithm=algorithm, out=out)
+    """Start operations.alltoall in the background."""
+    return _start(operations.alltoall, x, comm, codec=codec, algorithm=algorithm, **options)
 
 
 def ibroadcast(
@@ -117,18 +99,20 @@ def ibroadcast(
     *,
     lane: str = GRADIENTS,
 ) -> Handle:
-    """operations.broadcast in the background."""
+    """Start operations.broadcast in the background."""
     return _start(operations.broadcast, x, comm, lane, root=root, codec=codec, algorithm=algorithm)
 
 
-def _start(operation: Callable[..., Array], x: Array, comm: Communicator, lane: str, **options: Any) -> Handle:
+def _start(
+    operation: Callable[..., Array], x: Array, comm: Communicator, lane: str = GRADIENTS, **options: Any
+) -> Handle:
     group = group_of(comm)
     background = group.background(lane)
     device = device_of(x)
     prepare(background, on_cpu=device.type == "cpu")
     # MPI's own wait would keep a core from the thread that computes: poll, if need be without a limit
     background.wire.waits.limit_s = math.inf if group.wire.waits.limit_s is None else group.wire.waits.limit_s
-    background.wire.waits.watch = group.wire.waits.watch
+    background.wire.waits.observer = group.wire.waits.observer
     job = partial(operation, x, background, **options)
     if device.type == "cpu" or not can_thread():
         return Handle(run_in_order(job, can_thread(), lane))

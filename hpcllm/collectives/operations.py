@@ -1,4 +1,4 @@
-"""The front doors: what a caller's array, communicator and codec must be, and who does the work.
+"""The blocking collectives: checks of array, communicator and codec, and the algorithm that does the work.
 
     from hpcllm.collectives import allreduce
     allreduce(gradients, comm, codec="int8")
@@ -6,7 +6,7 @@
     array (torch, NumPy, CuPy) --flat--> (n,) where it is --plan--> ALGORITHMS[operation][name](..., group, codec)
 
 Arrays on a device stay there: codecs and sums run on its current stream, and what goes through MPI lies where MPI can
-read it (messages/memory.py). Results are complete on that stream, as those of any other operation of torch.
+read it (mpi/message_memory.py). Results are complete on that stream, as those of any other operation of torch.
 
 Every rank of the communicator makes the same call with arrays of the same length and dtype, the same codec and
 algorithm. All raise ValueError for what cannot be done, StallError when the group's waits have a limit and it passes,
@@ -25,26 +25,24 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from hpcllm.chunks import chunk_range
+from hpcllm.codecs.casts import Raw
 from hpcllm.codecs.catalogue import VALUE_TYPES, find_codec
 from hpcllm.codecs.protocol import Codec
-from hpcllm.codecs.raw import Raw
 from hpcllm.collectives import (
+    auto,
     broadcasts,
     bruck,
+    doubling,
     native,
-    node_parts,
     node_window,
     pairwise,
-    rabenseifner,
-    recursive_doubling,
     ring,
-    select,
     two_level,
     two_step,
 )
 from hpcllm.collectives.arrays import Array, flat, new_like, overlap
 from hpcllm.collectives.group import Group, group_of
+from hpcllm.mpi.partition import chunk_range
 
 __all__ = ["ALGORITHMS", "allgather", "allreduce", "alltoall", "broadcast", "chunk_range", "reduce_scatter"]
 
@@ -52,8 +50,8 @@ ALGORITHMS: dict[str, dict[str, Callable[..., None]]] = {
     "allreduce": {
         "ring": ring.ring_allreduce,
         "two_step": two_step.two_step_allreduce,
-        "recursive_doubling": recursive_doubling.recursive_doubling_allreduce,
-        "rabenseifner": rabenseifner.rabenseifner_allreduce,
+        "recursive_doubling": doubling.recursive_doubling_allreduce,
+        "rabenseifner": doubling.rabenseifner_allreduce,
         "node_window": node_window.node_window_allreduce,
         "two_level": two_level.two_level_allreduce,
         "native": native.native_allreduce,
@@ -61,13 +59,13 @@ ALGORITHMS: dict[str, dict[str, Callable[..., None]]] = {
     "reduce_scatter": {
         "ring": ring.ring_reduce_scatter,
         "two_step": two_step.two_step_reduce_scatter,
-        "node_window": node_parts.node_window_reduce_scatter,
+        "node_window": node_window.node_window_reduce_scatter,
         "native": native.native_reduce_scatter,
     },
     "allgather": {
         "ring": ring.ring_allgather,
         "bruck": bruck.bruck_allgather,
-        "node_window": node_parts.node_window_allgather,
+        "node_window": node_window.node_window_allgather,
         "native": native.native_allgather,
     },
     "alltoall": {
@@ -82,7 +80,7 @@ ALGORITHMS: dict[str, dict[str, Callable[..., None]]] = {
     },
 }
 SUMS = ("allreduce", "reduce_scatter")
-OF_THE_CPU = ("node_window",)  # algorithms that work in memory which the ranks of a node share
+CPU_ONLY = ("node_window",)  # algorithms that work in memory which the ranks of a node share
 FLOAT32 = np.dtype(np.float32)
 SHORTCUT_BYTES = 64 << 10
 
@@ -192,7 +190,7 @@ def broadcast(
 
 
 def _shortcut(x: Array, group: Group) -> NDArray[Any] | None:
-    """x's memory if nothing is left to ask: fp32, for which `auto` has chosen the library before, which may block.
+    """x's memory if nothing is left to decide: fp32, for which `auto` has chosen the library before, which may block.
 
     For small messages the way through the general path would take longer than the sum.
     """
@@ -223,9 +221,9 @@ def _run(
     memory = group.wire.turn_to(counted.device)
     memory.enter()
     try:
-        function(*arguments, group, memory.carry(found))
+        function(*arguments, group, memory.staged(found))
     except ValueError:
-        raise  # refused before a message was sent
+        raise  # rejected before a message was sent
     except BaseException as error:
         group.broken = f"{operation}: {error}"
         raise
@@ -244,15 +242,15 @@ def _choice(
     key = operation, n, name, dtype, place
     plan = group.plans.get(key)
     if plan is None:
-        plan = group.plans[key] = select.plan(operation, n, _bind(operation, codec, dtype, place), group, place)
+        plan = group.plans[key] = auto.plan(operation, n, _bind(operation, codec, dtype, place), group, place)
     if codec is name or plan.codec.name != name:
         return algorithms[plan.algorithm], plan.codec
     return algorithms[plan.algorithm], _bind(operation, codec, dtype, place)
 
 
 def valid_algorithms(operation: str, place: str) -> list[str]:
-    """Those that take arrays on this type of device."""
-    return [name for name in ALGORITHMS[operation] if place == "cpu" or name not in OF_THE_CPU]
+    """Names of the algorithms that take arrays on this type of device."""
+    return [name for name in ALGORITHMS[operation] if place == "cpu" or name not in CPU_ONLY]
 
 
 def _check_algorithm(operation: str, algorithm: str, place: str) -> None:

@@ -13,11 +13,11 @@ from __future__ import annotations
 import torch
 from mpi4py import MPI
 
-from hpcllm.chunks import whole_blocks
+from hpcllm.codecs.casts import Raw
 from hpcllm.codecs.protocol import Codec
-from hpcllm.codecs.raw import Raw
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.wire import Slots
+from hpcllm.mpi.partition import whole_blocks
 
 LAG = 2
 SEGMENT_VALUES = 1 << 18
@@ -40,7 +40,7 @@ def pairwise_alltoall(x: torch.Tensor, out: torch.Tensor, group: Group, codec: C
 
 
 class _Pairs:
-    """x, out: (ranks, block)."""
+    """Segments of one call and their slots. x, out: (ranks, block)."""
 
     def __init__(self, x: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec) -> None:
         self.x, self.out, self.group, self.codec = x, out, group, codec

@@ -24,11 +24,11 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
-from hpcllm.chunks import chunk_range, piece_range
+from hpcllm.codecs.casts import Raw
 from hpcllm.codecs.protocol import Codec
-from hpcllm.codecs.raw import Raw
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.wire import padded
+from hpcllm.mpi.partition import chunk_range, piece_range
 
 LANE_BYTES = 1 << 20
 
@@ -118,7 +118,7 @@ class _Lane:
     def __init__(self, lane: int, ring: _Ring) -> None:
         self.lane, self.ring, self.group, self.codec = lane, ring, ring.group, ring.codec
         self.left, self.right = (self.group.rank - 1) % self.group.size, (self.group.rank + 1) % self.group.size
-        slots = self.group.wire.scratch("ring", 2 * ring.lane_count * ring.slot_bytes)
+        slots = self.group.wire.memory.scratch("ring", 2 * ring.lane_count * ring.slot_bytes)
         start = 2 * lane * ring.slot_bytes
         self.slot, self.spare = slots[start : start + 2 * ring.slot_bytes].view(2, ring.slot_bytes).unbind()
         self.raw = isinstance(self.codec, Raw)
@@ -192,7 +192,7 @@ class _Lane:
         return total
 
     def _scratch(self, name: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return self.group.wire.workspace(f"ring {name}", like.numel(), dtype)
+        return self.group.wire.memory.workspace(f"ring {name}", like.numel(), dtype)
 
     def _encode(self, values: torch.Tensor, chunk: int) -> torch.Tensor:
         if not values.numel():
@@ -212,7 +212,7 @@ class _Lane:
         return x[start + first : start + last]
 
     def _place(self, chunk: int) -> torch.Tensor:
-        """Where a complete chunk may land: uncoded, that is its place in the result."""
+        """Memory that a complete chunk is received in: its place in the result if it is uncoded."""
         return self._part(chunk, self.ring.out).view(torch.uint8) if self.raw else self.slot
 
     def _receive(self, chunk: int, memory: torch.Tensor) -> None:

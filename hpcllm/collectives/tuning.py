@@ -1,5 +1,8 @@
-"""tuning.toml <-> Tuning: what `python -m hpcllm.perf tune` measured on an allocation. Pure: no torch, no mpi4py.
+"""Rates of a machine, and the file that keeps them: tuning.toml <-> Tuning. Pure: no torch, no mpi4py.
 
+    measure.py finds the numbers  ->  Rates  ->  cost.py computes with them        GB = 1e9 bytes
+                                        |
+                                   tuning.toml, written by `python -m hpcllm.perf tune`:
     [measured]  where and when         [near] [far] [window]  links          [core]  calls, copies
     [library.allreduce]  the MPI library's own, as one link         [codec."int8:256".float32]  ratio and rates
 
@@ -10,18 +13,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpcllm.codecs.names import examples, parse_name
-from hpcllm.collectives.cost import COSTS
-from hpcllm.collectives.rates import VALUE_BITS, Coding, Link, Rates
 from hpcllm.errors import ConfigError
-from hpcllm.printable import printable
+from hpcllm.system.text import printable
 
+VALUE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
+OPERATIONS = ("allreduce", "reduce_scatter", "allgather", "alltoall", "broadcast")
 LARGEST_FILE_BYTES = 1 << 20
 LINK_KEYS = ("latency_s", "bandwidth_gb_s")
 CORE_KEYS = ("call_s", "setup_s", "message_s", "copy_gb_s", "memory_gb_s")
@@ -39,13 +43,77 @@ COMMENTS = {
 
 
 @dataclass(frozen=True)
+class Link:
+    """Messages between two ranks or two nodes, as a line: seconds = latency + bytes / bandwidth."""
+
+    latency_s: float  # of an empty message, beyond what it costs to start it
+    bandwidth_gb_s: float  # each way, both ways busy
+
+    def carry_s(self, size_bytes: float) -> float:
+        return size_bytes / self.bandwidth_gb_s / 1e9
+
+
+@dataclass(frozen=True)
+class Coding:
+    """Rates of one codec for one dtype, in bytes of uncompressed values of one rank, all ranks of the node busy."""
+
+    name: str
+    ratio: float  # uncompressed bytes / bytes on the wire
+    encode_gb_s: float
+    decode_gb_s: float
+    add_gb_s: float  # decode and add to fp32
+
+    @property
+    def raw(self) -> bool:
+        return self.name == "raw"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Measured rates that cost.py computes with."""
+
+    near: Link  # between ranks of a node: of each rank, all of them sending
+    far: Link  # between nodes: of a node, all its ranks sending
+    window: Link  # node_window of a node's ranks as one link
+    call_s: float  # seconds of a collective that has nothing to do
+    setup_s: float  # seconds of an algorithm of ours before its first message
+    message_s: float  # seconds to start one send and one receive
+    copy_gb_s: float  # bytes copied by one rank, all of the node at work, in pieces that caches hold
+    memory_gb_s: float  # bytes copied by one rank in pieces far larger than caches
+    turn_bytes: float = 1 << 20  # of values: what two_step sends to all others in a turn; on devices more
+    codings: Mapping[tuple[str, str], Coding] = field(default_factory=dict)  # (codec, dtype): raw is one of them
+    library: Mapping[str, Link] = field(default_factory=dict)  # operation: the MPI library's own, as one link
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Numbers of ranks, nodes and lanes of a communicator."""
+
+    ranks: int
+    nodes: int = 1
+    lanes: int = 1  # places that every node has a rank for
+
+    @property
+    def node_ranks(self) -> int:
+        """Number of ranks on the fullest node, if they are spread evenly."""
+        return math.ceil(self.ranks / self.nodes)
+
+
+@dataclass(frozen=True)
 class Tuning:
+    """Rates of an allocation, with the facts of their measurement."""
+
     rates: Rates
     facts: Mapping[str, str | int]  # machine, library, date, ranks, nodes
 
 
+def nominal_ratio(codec: str, dtype: str) -> float:
+    """Uncompressed bytes / bytes on the wire; for exp and mpc as gradients give it. Raises ValueError."""
+    return VALUE_BITS[dtype] / parse_name(codec).bits(VALUE_BITS[dtype])
+
+
 def load_tuning(path: str | Path) -> Tuning:
-    """Read and check a file. Not collective: see together.on_root. Raises ConfigError."""
+    """Read and check a file. Not collective: see collective_errors.on_root. Raises ConfigError."""
     try:
         if not Path(path).is_file():  # opening a pipe would wait for its writer
             raise ValueError("there is no such file")
@@ -63,7 +131,7 @@ def load_tuning(path: str | Path) -> Tuning:
 
 
 def to_text(tuning: Tuning) -> str:
-    """The file, with what each table means; load_tuning gives back the same numbers."""
+    """Text of the file, with a comment on each table; load_tuning gives back the same numbers."""
     lines = ['# Measured by `python -m hpcllm.perf tune`; read by [communication] tuning = "...". GB = 1e9 bytes.']
     for title, table in _tables(tuning):
         head = title.split(".")[0]
@@ -74,7 +142,7 @@ def to_text(tuning: Tuning) -> str:
 
 
 def from_tables(tables: dict[str, Any]) -> Tuning:
-    """Nested dicts -> Tuning. Raises ConfigError with the key, the value and what is valid."""
+    """Check nested dicts and make a Tuning of them. Raises ConfigError with the key, the value and what is valid."""
     _known("", tables, TABLES)
     near = _link("near", _table(tables, "near"))
     core = _numbers("core", _table(tables, "core"), CORE_KEYS)
@@ -117,7 +185,7 @@ def _facts(table: dict[str, Any]) -> dict[str, str | int]:
 
 def _library(tables: dict[str, Any]) -> dict[str, Any]:
     table = _table({"library": {}, **tables}, "library")  # one rank alone has no collectives to measure
-    _known("library", table, COSTS)
+    _known("library", table, OPERATIONS)
     return table
 
 
@@ -149,7 +217,7 @@ def _numbers(title: str, table: Any, keys: Iterable[str]) -> dict[str, float]:
 
 
 def _positive(key: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 1e-15 <= value <= 1e15:  # also refuses NaN; the range keeps sums finite
+    if type(value) not in (int, float) or not 1e-15 <= value <= 1e15:  # also rejects NaN; the range keeps sums finite
         raise ConfigError(f"{key} = {value!r} is out of range; valid: a finite number above 0")
     return float(value)
 

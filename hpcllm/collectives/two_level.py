@@ -11,7 +11,7 @@
 A node sends 2 (nodes - 1) / nodes of x through the codec, whatever its ranks; each pair of nodes exchanges messages on
 all lanes at once. Places beyond the smallest node's talk to no other node.
 
-Arrays on the CPU: 1 and 3 go through memory that the ranks of a node share (node_window.py). Arrays on a device: by
+Arrays on the CPU: 1 and 3 go through memory that the ranks of a node share (node.py). Arrays on a device: by
 messages, 1 is the reduce-scatter of two_step and 3 the all-gather of ring, both raw; the same sums in the same order.
 
 Same bits everywhere: peers end with the same decoded bytes (two_step), and the node copies them. A 16-bit x is rounded
@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from hpcllm.codecs.casts import Raw
 from hpcllm.codecs.protocol import Codec
-from hpcllm.codecs.raw import Raw
 from hpcllm.collectives.group import Group, make_group
-from hpcllm.collectives.node_window import node_of, slices
+from hpcllm.collectives.node import node_of, slices
 from hpcllm.collectives.ring import ring_allgather
 from hpcllm.collectives.two_step import two_step_allreduce, two_step_reduce_scatter
 
@@ -49,7 +49,7 @@ def two_level_allreduce(x: torch.Tensor, group: Group, codec: Codec) -> None:
     elif x.is_cpu:
         node_of(group).allreduce(x)
     else:
-        two_step_allreduce(x, group, group.wire.memory.carry(Raw(x.dtype)))
+        two_step_allreduce(x, group, group.wire.memory.staged(Raw(x.dtype)))
 
 
 def prepare(group: Group, on_cpu: bool = True) -> None:
@@ -83,12 +83,12 @@ def _by_messages(x: torch.Tensor, chunks: list[tuple[int, int]], group: Group, c
     """chunks: first value and end of each node rank's slice."""
     node, wire = neighbours_of(group), group.wire
     start, end = chunks[node.rank]
-    own = wire.workspace("two_level slice", end - start, x.dtype)
-    two_step_reduce_scatter(x, own, node, wire.memory.carry(Raw(x.dtype)), chunks)
+    own = wire.memory.workspace("two_level slice", end - start, x.dtype)
+    two_step_reduce_scatter(x, own, node, wire.memory.staged(Raw(x.dtype)), chunks)
     if node.rank < group.lanes:
         two_step_allreduce(own, peers_of(group), codec)
     x[start:end].copy_(own)
-    ring_allgather(x[start:end], x, node, wire.memory.carry(Raw(x.dtype)), chunks)
+    ring_allgather(x[start:end], x, node, wire.memory.staged(Raw(x.dtype)), chunks)
 
 
 def peers_of(group: Group) -> Group:
@@ -102,7 +102,7 @@ def neighbours_of(group: Group) -> Group:
 
 
 def _kept_with(comm: MPI.Intracomm, group: Group, node: MPI.Intracomm) -> Group:
-    """Of the ranks of comm, a part of the group."""
+    """The Group that is kept with comm, whose ranks are a part of the group; made at the first call."""
     kept: Any = comm.Get_attr(_KEY)
     part: Group = kept or make_group(comm, node)
     part.wire = group.wire  # one account of bytes, one limit of waits

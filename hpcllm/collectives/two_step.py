@@ -32,12 +32,12 @@ from functools import partial
 import torch
 from mpi4py import MPI
 
-from hpcllm.chunks import chunk_range, segment_range, whole_blocks
+from hpcllm.codecs.casts import Raw
 from hpcllm.codecs.protocol import Codec
-from hpcllm.codecs.raw import Raw
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.wire import Slots
-from hpcllm.messages.memory import Carried
+from hpcllm.mpi.message_memory import StagedCodec
+from hpcllm.mpi.partition import chunk_range, segment_range, whole_blocks
 
 LAG = 3  # covers the moments in which a peer computes, or does not run at all
 SEGMENT_VALUES = 1 << 17  # per peer: long enough for a wire, short enough for a cache and for the ends of the pipeline
@@ -58,12 +58,12 @@ def two_step_allreduce(x: torch.Tensor, group: Group, codec: Codec) -> None:
         done = turn - LAG
         if 0 <= done < cut.segments:
             own = cut.part(x, group.rank, done)
-            if isinstance(codec, Carried) and codec.sums:
-                sums.send_fused(done, addends.arrived(done, own.numel()), own, codec)
+            if isinstance(codec, StagedCodec) and codec.sums:
+                sums.send(done, own, addends.arrived(done, own.numel()), codec)
             else:
                 total = addends.add_up(done, own)
                 addends.sent.wait(done)  # long gone, but raw sums will arrive where these addends are
-                sums.send(done, total, own)
+                sums.send(done, own, total)
         sums.decode(turn - 2 * LAG)
     addends.sent.wait_all()
     sums.sent.wait_all()
@@ -88,7 +88,7 @@ def two_step_reduce_scatter(
 
 
 class _Cut:
-    """How the chunks of one call are cut, and whom this rank talks to."""
+    """Cuts of the chunks of one call, and the order in which this rank talks to its peers."""
 
     def __init__(self, x: torch.Tensor, group: Group, codec: Codec, chunks: Sequence[tuple[int, int]] = ()) -> None:
         self.group, self.codec, n = group, codec, x.numel()
@@ -110,9 +110,6 @@ class _Cut:
         first, end = self.range(rank, segment)
         return x[first:end]
 
-    def send(self, data: torch.Tensor, peer: int, tag: int, values: int) -> list[MPI.Request]:
-        return self.group.wire.send(self.group.comm, data, peer, tag, values * self.codec.dtype.itemsize)
-
     def slots(self, name: str, turns: int, count: int) -> Slots:
         what = f"{name} of a two-step sum over {self.group.size} ranks to go"
         return Slots(self.group.wire, f"two_step {name}", turns, count, self.slot_bytes, what)
@@ -131,7 +128,7 @@ class _Addends:
         self.sent = cut.slots("addends", LAG + 1, len(cut.peers))
         self.landing = cut.slots("arriving addends", LAG + 2, cut.group.size)
         self.arriving: dict[tuple[int, int], list[MPI.Request]] = {}
-        self.scratch = cut.group.wire.workspace("two_step total", cut.length, torch.float32)
+        self.scratch = cut.group.wire.memory.workspace("two_step total", cut.length, torch.float32)
         self._receive(0)
 
     def send(self, segment: int) -> None:
@@ -139,21 +136,17 @@ class _Addends:
             return
         self._receive(segment + 1)
         self.sent.wait(segment)
-        encoded: list[tuple[torch.Tensor, int, int]] = []
+        group, encoded = self.cut.group, []
         for place, peer in enumerate(self.cut.peers):
             first, end = self.cut.range(peer, segment)
             if first < end:
                 slot = self.sent.take(segment, place, self.cut.slot_bytes)
                 data = self.cut.codec.encode(self.x[first:end], slot, self.cut.index + first)
-                encoded.append((data, peer, end - first))
-            if self.x.is_cpu:
-                self._start(segment, encoded)
-        self._start(segment, encoded)  # a device is told of all encodings before the first is waited for
-
-    def _start(self, segment: int, encoded: list[tuple[torch.Tensor, int, int]]) -> None:
-        for data, peer, n in encoded:
-            self.sent.hold(segment, self.cut.send(data, peer, ADDEND, n))
-        encoded.clear()
+                encoded.append((data, peer, self.x[first:end].nbytes))
+            if self.x.is_cpu or peer == self.cut.peers[-1]:  # a device is told of all encodings before a wait for one
+                for data, to, plain_bytes in encoded:
+                    self.sent.hold(segment, group.wire.send(group.comm, data, to, ADDEND, plain_bytes))
+                encoded.clear()
 
     def arrived(self, segment: int, n: int) -> torch.Tensor:
         """(ranks, bytes): row r begins with rank r's encoding of n values of my chunk, all of which have come; mine is
@@ -216,36 +209,29 @@ class _Sums:
         self.landing = cut.slots("arriving sums", LAG + 1, cut.group.size)
         self.arriving: dict[tuple[int, int], list[MPI.Request]] = {}
 
-    def send(self, segment: int, total: torch.Tensor, own: torch.Tensor) -> None:
-        """total: the sum, in scratch memory or in `own`, its place in x, which gets what the others get."""
+    def send(self, segment: int, own: torch.Tensor, total: torch.Tensor, fused: StagedCodec | None = None) -> None:
+        """Encode the sum of one segment of my chunk and send it to all; `own`, its place in x, gets what they get.
+
+        total: the sum, in scratch memory or in `own`. With `fused` all addends instead, which one kernel of that codec
+        adds up and encodes; own is my addend then.
+        """
         self._receive(segment)
         if not own.numel():
             return
-        codec = self.cut.codec
+        group, codec = self.cut.group, self.cut.codec
         self.sent.wait(segment)
-        if codec.lossless and total.data_ptr() != own.data_ptr():
-            own.copy_(total)
-            total = own
-        data = codec.encode(total, self.sent.take(segment, 0, self.cut.slot_bytes), self._index(segment))
-        self._to_all(segment, data, own.numel())
-        if not codec.lossless:
-            codec.decode(data, own)
-
-    def send_fused(self, segment: int, addends: torch.Tensor, own: torch.Tensor, codec: Carried) -> None:
-        """The same bytes and values, made of all addends by one kernel. own: my addend, and then its place in x."""
-        self._receive(segment)
-        if own.numel():
-            self.sent.wait(segment)
-            slot = self.sent.take(segment, 0, self.cut.slot_bytes)
-            data = codec.sum_encode(addends, self.cut.group.rank, own, slot, self._index(segment))
-            self._to_all(segment, data, own.numel())
-
-    def _to_all(self, segment: int, data: torch.Tensor, n: int) -> None:
+        slot = self.sent.take(segment, 0, self.cut.slot_bytes)
+        index = self.cut.index + self.cut.range(group.rank, segment)[0]
+        if fused:
+            data = fused.sum_encode(total, group.rank, own, slot, index)
+        else:
+            if codec.lossless and total.data_ptr() != own.data_ptr():
+                total = own.copy_(total)
+            data = codec.encode(total, slot, index)
         for peer in self.cut.peers:
-            self.sent.hold(segment, self.cut.send(data, peer, SUM, n))
-
-    def _index(self, segment: int) -> int:
-        return self.cut.index + self.cut.range(self.cut.group.rank, segment)[0]
+            self.sent.hold(segment, group.wire.send(group.comm, data, peer, SUM, own.nbytes))
+        if not (fused or codec.lossless):
+            codec.decode(data, own)
 
     def decode(self, segment: int) -> None:
         for peer in self.cut.peers if segment >= 0 else ():

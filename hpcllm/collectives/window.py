@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from hpcllm.collectives.group import Group, group_of
 from hpcllm.errors import HpcllmError, UserError
-from hpcllm.messages.memory import ALIGNMENT_BYTES
-from hpcllm.together import raise_together
+from hpcllm.mpi.collective_errors import raise_if_any_failed
+from hpcllm.mpi.message_memory import ALIGNMENT_BYTES
 
 PAGE_BYTES = 4096
 MIB = 1 << 20
@@ -36,6 +36,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class Window:
+    """One MPI window of the ranks of a node."""
+
     number: int  # no other window that a rank of the node shares has it; the same on all of them
     node: MPI.Intracomm
     handle: MPI.Win
@@ -47,7 +49,7 @@ class Window:
         return int(self.memory.ctypes.data)
 
     def free(self) -> None:
-        """Collective over the node."""
+        """Give the window back. Collective over the node."""
         with _change:
             _set_known([window for window in _known[1] if window is not self])
         self.handle.Free()
@@ -86,13 +88,13 @@ def free_shared(x: torch.Tensor, comm: MPI.Intracomm | Group) -> None:
 def allocate_window(size_bytes: int, group: Group) -> Window:
     """A zeroed window of that many bytes for each rank of the node. Collective over group. Raises UserError."""
     size_bytes = max(-(-size_bytes // PAGE_BYTES), 1) * PAGE_BYTES
-    raise_together(group.comm, _shortage(size_bytes, group))
+    raise_if_any_failed(group.comm, _shortage(size_bytes, group))
     info = MPI.Info.Create({"alloc_shared_noncontig": "true"})  # each part starts on a page of its own
     handle = MPI.Win.Allocate_shared(size_bytes + ALIGNMENT_BYTES, 1, info, group.node)
     info.Free()
     parts = [_part(handle, rank, size_bytes) for rank in range(group.node.size)]
     try:
-        raise_together(group.comm, _zero(parts[group.node.rank], group))
+        raise_if_any_failed(group.comm, _zero(parts[group.node.rank], group))
     except HpcllmError:
         handle.Free()
         raise
@@ -112,14 +114,14 @@ def _number(node: MPI.Intracomm) -> int:
 
 
 def _part(handle: MPI.Win, rank: int, size_bytes: int) -> NDArray[np.uint8]:
-    """The window of a rank that is alone is memory of no special alignment."""
+    """A rank's part, cut to the alignment: the window of a rank that is alone has none."""
     memory: Any = handle.Shared_query(rank)[0]
     part = np.frombuffer(memory, dtype=np.uint8)
     return part[-part.ctypes.data % ALIGNMENT_BYTES :][:size_bytes]
 
 
 def _shortage(size_bytes: int, group: Group) -> UserError | None:
-    """What the node's first rank has against it: Open MPI fails on one rank only, and the others wait for ever."""
+    """Check free memory on the node's first rank: Open MPI would fail on one rank alone, the others wait for ever."""
     folder = os.environ.get("OMPI_MCA_osc_sm_backing_directory", "/dev/shm")  # noqa: SIM112 -- Open MPI's name
     if group.node.rank > 0 or not os.path.isdir(folder):
         return None
@@ -153,7 +155,7 @@ def _too_small(size_bytes: int, group: Group, found: str) -> UserError:
 
 
 def _set_known(windows: list[Window]) -> None:
-    """Replaced whole, so that lanes which look meanwhile see the one state or the other."""
+    """Replace the list as a whole: lanes that look meanwhile see the one state or the other."""
     global _known
     ordered = sorted(windows, key=lambda window: window.start)
     _known = [window.start for window in ordered], ordered

@@ -8,7 +8,15 @@
 Jobs of a lane run one after another in the order they were submitted, so every rank of a communicator meets the others
 in the same order. Lanes know nothing of each other and must share no communicator: then none can wait for another.
 Needs MPI_THREAD_MULTIPLE; where the library gives less, a job runs at once in the calling thread. Threads are joined
-when the interpreter ends, which is before MPI does. Jobs on a device run on a stream of the lane's own (streams.py).
+when the interpreter ends, which is before MPI does.
+
+Jobs on a device run on a stream of the lane's own, in order with what the caller tells the device before and after:
+
+    caller's stream   k0  k1 |                    | k4 ...      told before: the job waits for it
+                             `-> event     event -'             told after the caller has waited: waits for the job
+    lane's stream               | job: k2  k3 |                 beside whatever the caller tells it meanwhile
+
+Streams and events are torch's own, of any kind of device. On the CPU none of this is needed, and none is done.
 """
 
 from __future__ import annotations
@@ -18,20 +26,19 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from mpi4py import MPI
 
-from hpcllm.collectives.streams import Crossing
-
 T = TypeVar("T")
 CPU = torch.device("cpu")
-GRADIENTS = "gradients"  # the lane of those who do not ask for another
+GRADIENTS = "gradients"  # the default lane
+_streams: dict[tuple[str, torch.device], torch.Stream] = {}  # by lane
 
 
 def can_thread() -> bool:
-    """Whether MPI may be called from the worker thread while the main thread calls it too."""
+    """True if MPI may be called from the worker thread while the main thread calls it too."""
     return MPI.Query_thread() >= MPI.THREAD_MULTIPLE
 
 
@@ -60,21 +67,23 @@ class Worker:
     busy_s: float = 0.0  # seconds in which a job ran
     exposed_s: float = 0.0  # seconds in which nobody computed because a job was not done
     hidden_s: float = 0.0  # seconds of finished jobs behind which the caller computed
-    _before_s: float = 0.0  # busy less exposed, when everything was last finished
+    _before_s: float = 0.0  # busy - exposed when everything was last finished
     _pending: list[Future[None]] = field(default_factory=list)
-    _crossings: dict[Future[None], Crossing] = field(default_factory=dict)  # of jobs that the caller's stream is beside
+    _crossings: dict[Future[None], Crossing] = field(default_factory=dict)
     _failure: BaseException | None = None
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
-        """Run job after all earlier ones; what is returned is for `wait`."""
-        start = time.perf_counter()
-        crossing = Crossing(self.device, GRADIENTS) if self.threaded and self.device.type != "cpu" else None
-        future = run_in_order(lambda: self._run(job, crossing), self.threaded)
-        self._pending.append(future)
-        if crossing:
-            self._crossings[future] = crossing
-        if not self.threaded:
+        """Run job after all earlier ones; `wait` takes the future that this returns."""
+        if self.threaded:
+            crossing = None if self.device.type == "cpu" else Crossing(self.device, GRADIENTS)
+            future = _thread(GRADIENTS).submit(self._run, job, crossing)
+            if crossing:
+                self._crossings[future] = crossing
+        else:
+            start = time.perf_counter()
+            future = run_in_order(lambda: self._run(job, None), threaded=False)
             self.exposed_s += time.perf_counter() - start
+        self._pending.append(future)
         return future
 
     def wait(self, future: Future[None]) -> None:
@@ -119,7 +128,51 @@ class Worker:
         self.busy_s += time.perf_counter() - start
 
 
+@dataclass
+class Crossing:
+    """Order between one job on the lane's stream and the caller's stream. Made by the caller."""
+
+    device: torch.device
+    lane: str
+    _before: torch.Event = field(init=False)
+    _after: torch.Event | None = None
+
+    def __post_init__(self) -> None:
+        self._before = _recorded(self.device)
+
+    def run(self, job: Callable[[], T]) -> T:
+        """Run the job in the lane's thread, on the lane's stream."""
+        torch.accelerator.set_device_index(self.device)  # a new thread starts with device 0
+        key = self.lane, self.device
+        stream = _streams.get(key) or _streams.setdefault(key, torch.Stream(self.device))
+        self._before.wait(stream)
+        with stream:
+            try:
+                return job()
+            finally:
+                self._after = _recorded(self.device)
+
+    def back(self) -> None:
+        """Let the caller's stream go on after the job, which has been waited for."""
+        if self._after is not None:
+            self._after.wait(torch.accelerator.current_stream(self.device))
+            self._after = None
+
+
+def used_here(result: Any) -> Any:
+    """Return a tensor whose memory was taken on another stream, from now on used on this one too."""
+    if isinstance(result, torch.Tensor) and not result.is_cpu:
+        result.record_stream(torch.accelerator.current_stream(result.device))
+    return result
+
+
 @cache
 def _thread(lane: str) -> ThreadPoolExecutor:
-    """Its sums must not bring a second team of OpenMP threads to the cores that the backward pass uses."""
+    """The thread of a lane; it starts no second team of OpenMP threads on the cores that the backward pass uses."""
     return ThreadPoolExecutor(1, f"hpcllm {lane}", initializer=lambda: torch.set_num_threads(1))
+
+
+def _recorded(device: torch.device) -> torch.Event:
+    event = torch.Event(device, enable_timing=False)
+    event.record(torch.accelerator.current_stream(device))
+    return event

@@ -1,12 +1,13 @@
-"""Text -> token store -> batches. A reading order:
+"""Text -> token store -> batches. Reading order:
 
-prepare.py      the phases, top to bottom; each names the file that does it
-  inputs.py     what there is to read, shared among the ranks
-  documents.py  one file -> documents or named problems; normal.py: their normal form, digest and split
-  census.py     pass 1; exchange.py and sample.py: what ranks find out together
-  tokenizer.py  byte-level BPE, trained or loaded
-  spool.py      pass 2; writer.py: all ranks write one store
-  report.py     what `prepare` says
-store.py        the file format, checked and memory-mapped
-sampler.py      position in the run -> sample
+prepare.py         the phases, top to bottom; each names the file that does it
+  inputs.py        files and folders to read, shared among the ranks
+  documents.py     one file -> documents in normal form, or named problems
+  dedup.py         pass 1: digests, split keys, duplicates; exchange.py: lists joined in rank order
+  tokenizer.py     byte-level BPE, trained on a sample or loaded
+  store_writer.py  pass 2: tokenize, spill, write one store by all ranks
+  prepare_report.py  progress and closing table
+store.py           the file format, checked and memory-mapped
+sampler.py         position in the run -> sample
+loader.py          samples of a step, read ahead and copied to the device
 """

@@ -1,7 +1,9 @@
-"""One unit of work -> its documents, damaged ones named instead of raised.
+"""One unit of work -> its documents in normal form; damaged ones are named instead of raised.
 
     file --decompress--> chunks of bytes --+-- .jsonl: lines --json--> field --+--> Document
                                            `-- else: the whole file -----------'`-> Problem(origin, reason)
+
+Normal form: NFC, '\\n' line ends, no NUL, no white space at the end.
 
 Everything streams: a compressed file is never held whole, and a line or a text file longer than LARGEST_DOCUMENT_BYTES
 is dropped before it can fill the memory, so a decompression bomb costs time only. Reading a unit twice gives the same
@@ -13,6 +15,8 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import re
+import unicodedata
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,12 +25,11 @@ from typing import BinaryIO
 import zstandard
 
 from hpcllm.data.inputs import Unit
-from hpcllm.data.normal import normalise
-from hpcllm.printable import printable_path
+from hpcllm.system.text import printable_path
 
 LARGEST_DOCUMENT_BYTES = 256 * 2**20
 CHUNK_BYTES = 2**20
-ZSTD_CHUNK_BYTES = 1024  # zstd blows up at most 32768-fold: one step yields at most 32 MiB, even of a bomb
+ZSTD_CHUNK_BYTES = 1024  # zstd expands at most 32768-fold: one step yields at most 32 MiB, even of a bomb
 ZSTD_WINDOW_BYTES = 2**31  # what `zstd --long=31` writes, and public dumps do use
 
 UNREADABLE = "file that cannot be read"
@@ -36,11 +39,12 @@ TOO_LARGE = f"larger than {LARGEST_DOCUMENT_BYTES // 2**20} MiB"
 NOT_JSON = "line that is not a JSON object"
 NO_FIELD = "field missing or not a string"
 EMPTY = "empty"
+_LINE_END = re.compile(r"\r+\n")
 
 
 @dataclass(frozen=True)
 class Document:
-    """Normalised text of at least one character. `origin` is a path, with ':byte' where a line of it begins."""
+    """Normalised text of at least one character. `origin` is a path, and for a line of a file ':byte' of its start."""
 
     origin: str
     text: str
@@ -61,9 +65,9 @@ class _DamagedError(Exception):
 
 
 def read_documents(unit: Unit, field: str, largest_bytes: int = LARGEST_DOCUMENT_BYTES) -> Iterator[Document | Problem]:
-    """The documents of one unit in order. Never raises for what a file holds or for a file that is gone.
+    """Yield the documents of one unit in order. Never raises for what a file holds or for a file that is gone.
 
-    A .jsonl gives one document a line, the string under `field`; what stood on complete lines before a damage stays.
+    A .jsonl gives one document a line, the string under `field`; complete lines in front of a damage are kept.
     Any other file is one document, dropped whole if damaged.
     """
     try:
@@ -76,6 +80,14 @@ def read_documents(unit: Unit, field: str, largest_bytes: int = LARGEST_DOCUMENT
         yield Problem(f"{printable_path(unit.path)} ({error.strerror or error})", UNREADABLE)
     except _DamagedError as error:
         yield Problem(f"{printable_path(unit.path)} ({error})", DAMAGED)
+
+
+def normalise(text: str) -> str:
+    """Return the form in which documents are compared, counted and tokenized; applying it twice changes nothing.
+
+    A carriage return alone stays: it ends a line on no system of today.
+    """
+    return unicodedata.normalize("NFC", _LINE_END.sub("\n", text.replace("\0", ""))).rstrip()
 
 
 def _whole_file(unit: Unit, file: BinaryIO, largest_bytes: int) -> Document | Problem:
@@ -101,7 +113,7 @@ def _lines_as_documents(unit: Unit, file: BinaryIO, field: str, largest_bytes: i
 
 
 def _lines(chunks: Iterable[bytes], start: int, largest_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    """(byte at which it begins, line without its end), or None for a line that is too long to hold."""
+    """Yield (byte at which a line begins, the line without its end, or None if it is too long to hold)."""
     parts: list[bytes] = []
     held = length = 0
     for chunk in chunks:
@@ -164,7 +176,7 @@ def _gzip_chunks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _zstd_chunks(file: BinaryIO) -> Iterator[bytes]:
-    """Every frame of the file; the library's own stream reader takes a file cut short for its end."""
+    """Decompress every frame of the file; the library's own stream reader takes a file cut short for its end."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES)
     frame = None
     while data := file.read(ZSTD_CHUNK_BYTES):

@@ -1,45 +1,34 @@
-"""What ranks tell each other about lists that, joined in rank order, are one list.
+"""Exchanges between ranks whose lists, joined in rank order, are one list.
 
 rank         0        1      2
 list      [a b c]    [d]   [e f]
 before       0        3      4      before_and_total, total 6
 rank 0    [a b c d e f]             gather_array
 
-Which documents are the first of their kind is found without any rank seeing all digests (first_occurrences):
+The first document of each digest is found without any rank seeing all digests (first_occurrences):
 
     rank 0   a b c a       owner(digest) = digest mod ranks       owner 0 gets  b | b d     keeps the first b, d
     rank 1   b d a    -->  each digest goes to its owner    -->   owner 1 gets  a c a | a   keeps the first a, c
                            (Alltoallv, in order)                  answers go back the same way
 
-What an owner receives stands in rank order, and inside a rank in document order: arrival order is global order, so
+An owner receives digests in rank order, and those of a rank in document order: arrival order is global order, so
 "first" needs no index on the wire.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import NDArray
 
-from hpcllm.together import raise_together
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 Digests = NDArray[np.uint64]  # (documents, 2)
 T = TypeVar("T")
 Number = TypeVar("Number", bound=np.generic)
-
-
-def on_all(comm: MPI.Intracomm, function: Callable[[], T]) -> T:
-    """Run `function`, which must not communicate, on every rank; if it fails on any, raise on all. Collective."""
-    result, failure = None, None
-    try:
-        result = function()
-    except Exception as error:  # whatever it is, the others must not wait for this rank
-        failure = error
-    raise_together(comm, failure)
-    return cast(T, result)
 
 
 def before_and_total(mine: Sequence[int], comm: MPI.Intracomm) -> tuple[list[int], list[int]]:
@@ -71,16 +60,16 @@ def first_occurrences(digests: Digests, comm: MPI.Intracomm) -> NDArray[np.bool_
     comm.Alltoall(sent, received)
     arrived = np.empty((int(received.sum()), 2), np.uint64)
     outgoing = np.ascontiguousarray(digests[by_owner])
-    comm.Alltoallv([outgoing, 2 * sent, MPI.UINT64_T], [arrived, 2 * received, MPI.UINT64_T])
+    comm.Alltoallv([outgoing, 2 * sent], [arrived, 2 * received])
     answers = np.empty(len(digests), np.uint8)
-    comm.Alltoallv([_is_first(arrived), received, MPI.UINT8_T], [answers, sent, MPI.UINT8_T])
+    comm.Alltoallv([_is_first(arrived), received], [answers, sent])
     first = np.empty(len(digests), np.bool_)
     first[by_owner] = answers.astype(np.bool_)
     return first
 
 
 def _is_first(digests: Digests) -> NDArray[np.uint8]:
-    """(n,) 1 where a row has not stood above; a stable sort brings equal rows together, the earliest in front."""
+    """(n,) 1 where no earlier row is equal; a stable sort brings equal rows together, the earliest in front."""
     order = np.lexsort((digests[:, 1], digests[:, 0]))
     ordered = digests[order]
     leads = np.ones(len(digests), np.uint8)

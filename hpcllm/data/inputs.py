@@ -1,7 +1,7 @@
-"""What there is to read: files and folders -> units of work in one global order, shared among the ranks.
+"""Inputs of `prepare`: files and folders -> units of work in one global order, shared among the ranks.
 
     inputs       a.txt      corpus.jsonl (20 MiB)       folder/ (walked, sorted)
-    units        [a.txt]    [0..8) [8..16) [16..20)     [folder/b.md] [folder/c.txt.gz] ...
+    units        [a.txt]    [0..8) [8..16) [16..20)     [docs/b.txt] [folder/c.txt.gz] ...
     ranks        |-------- rank 0 --------|------------ rank 1 ------------|     contiguous, about the same bytes
 
 A unit is a file, or a byte range of a large uncompressed .jsonl, so that one giant file still feeds many ranks. The
@@ -60,10 +60,10 @@ class Unit:
 
 
 def find_units(inputs: Sequence[Path], skipped: Counter[str], range_bytes: int = RANGE_BYTES) -> list[Unit]:
-    """All units in global order: the order of `inputs`, inside a folder that of the names' bytes at each level.
+    """List all units in global order: the order of `inputs`, inside a folder that of the names' bytes at each level.
 
-    Without inputs, the source of the Python standard library. `skipped` counts, by reason, what a folder holds and
-    nobody reads. Raises DataError if an input does not exist or nothing is left to read.
+    Without inputs, the source of the Python standard library. `skipped` counts, by reason, the entries of folders that
+    are not read. Raises DataError if an input does not exist or nothing is left to read.
     """
     paths = [path for given in inputs for path in _files_of(given, skipped)] if inputs else list(_standard_library())
     units = [unit for path in paths for unit in _units_of(path, range_bytes)]
@@ -85,7 +85,7 @@ def share(units: Sequence[Unit], ranks: int) -> list[list[Unit]]:
 
 
 def _files_of(given: Path, skipped: Counter[str]) -> Iterator[str]:
-    """An explicit file is taken whatever its suffix; a folder is walked."""
+    """List the files of one input: an explicit file whatever its suffix; a folder is walked."""
     try:
         mode = os.stat(given).st_mode
     except OSError as error:
@@ -114,7 +114,7 @@ def _walk(folder: str, skipped: Counter[str]) -> Iterator[str]:
 
 
 def _reason_to_skip(entry: os.DirEntry[str]) -> str:
-    """A linked folder could make a circle, and opening a named pipe would wait for ever."""
+    """Return why an entry is not read, or ''. A linked folder could make a circle, a named pipe would block."""
     if entry.name.startswith("."):
         return HIDDEN
     # A broken link counts as a file: the reader will name it among the unreadable ones.
@@ -152,7 +152,7 @@ def _units_of(path: str, range_bytes: int) -> list[Unit]:
 
 
 def _suffix(path: str) -> str:
-    """The suffix below a compression's: '.jsonl' of 'a.jsonl.zst'."""
+    """Suffix without that of a compression: '.jsonl' of 'a.jsonl.zst'."""
     stem, suffix = os.path.splitext(path)
     return (os.path.splitext(stem)[1] if suffix.lower() in COMPRESSIONS else suffix).lower()
 

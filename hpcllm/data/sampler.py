@@ -55,14 +55,14 @@ class Sampler:
 
 
 def sample_count(tokens: int, sequence_length: int) -> int:
-    """How many samples a split of `tokens` tokens gives; the last target of one is the first input of the next."""
+    """Number of samples in a split of `tokens` tokens; the last target of one is the first input of the next."""
     return max(0, (tokens - 1) // sequence_length)
 
 
 def read_batch(
     tokens: NDArray[np.integer], sampler: Sampler, sequence_length: int, position: int, count: int
 ) -> NDArray[np.int64]:
-    """Samples position .. position + count - 1: (count, sequence_length + 1) int64, a copy."""
+    """Copy samples position .. position + count - 1: (count, sequence_length + 1) int64."""
     batch = np.empty((count, sequence_length + 1), np.int64)
     for row in range(count):
         start = sampler.index(position + row) * sequence_length

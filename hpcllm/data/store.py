@@ -14,6 +14,7 @@ memory map. A file is checked before it is trusted.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from dataclasses import dataclass
@@ -24,8 +25,10 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcllm.errors import DataError
-from hpcllm.together import on_root
+from hpcllm.config.schema import Config
+from hpcllm.data.sampler import sample_count
+from hpcllm.errors import ConfigError, DataError
+from hpcllm.mpi.collective_errors import on_root
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -40,7 +43,7 @@ PROBE_BLOCK = 2**14
 
 @dataclass(frozen=True)
 class Region:
-    """Where a dataset rests in the file; `offset` is in bytes."""
+    """Place of a dataset in the file; `offset` is in bytes."""
 
     offset: int
     count: int
@@ -98,12 +101,35 @@ class TokenStore:
             raise DataError(f"{str(self.path)!r}: /{dataset} cannot be mapped: {error}") from error
 
 
+def open_store(config: Config, comm: MPI.Intracomm | None) -> tuple[Config, TokenStore]:
+    """Open the token store of a run and fill in the vocabulary of its config. Collective over comm; None: one process.
+
+    Raises UserError if there is none, it is not sound, too short, or of a vocabulary that the model has no room for.
+    """
+    if not config.data.store:
+        raise ConfigError("data.store is missing: the path of a token store, written by `python -m hpcllm prepare`")
+    store = TokenStore.open(config.data.store, comm)
+    tokens = len(store.tokens("train"))
+    if sample_count(tokens, config.data.sequence_length) < 1:
+        raise DataError(
+            f"{config.data.store!r} has {tokens} training tokens, too few for one sample of "
+            f"data.sequence_length = {config.data.sequence_length} and its last target; prepare more text"
+        )
+    vocabulary = config.model.vocabulary or store.vocabulary
+    if vocabulary < store.vocabulary:
+        raise ConfigError(
+            f"model.vocabulary = {vocabulary} is smaller than that of {config.data.store!r}, {store.vocabulary}; "
+            f"valid: {store.vocabulary} or more, or 0 to take the store's"
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocabulary=vocabulary)), store
+
+
 def token_dtype(vocabulary: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
 
 
 def document_fingerprint(split: Split, position: int, ids: NDArray[np.integer]) -> int:
-    """128 bits of one document in its place. Their sum is the corpus: any rank may add any part, in any order."""
+    """128 bits of one document at its position. Their sum is the corpus: any rank may add any part, in any order."""
     place = f"{split} {position} ".encode()
     return int.from_bytes(hashlib.blake2b(place + ids.astype("<u4").tobytes(), digest_size=16).digest(), "little")
 
@@ -114,7 +140,7 @@ def store_fingerprint(tokenizer_json: str, sum_of_documents: int) -> str:
 
 
 def is_store(path: Path) -> bool:
-    """Whether the file was written by us, finished or not; never raises."""
+    """Return true if the file was written by hpcllm, finished or not; never raises."""
     try:
         with h5py.File(path, "r") as file:
             return bool(file.attrs.get("format") == FORMAT)

@@ -1,14 +1,24 @@
-"""Byte-level BPE: trained here or loaded, lossless either way.
+"""Byte-level BPE: trained here on a sample of the documents, or loaded; lossless either way.
 
     "hé\\n" -> bytes 68 c3 a9 0a -> one printable character a byte "hÃ©Ċ" -> merged into tokens of the vocabulary
 
 The table from bytes to characters is GPT-2's: bytes that print stay themselves, the others move to U+0100 and up.
 Because each character of a token stands for one byte, the length of a token is the number of bytes it costs, and the
 lengths of a document's tokens must add up to the document: checked for every document, so nothing is lost unseen.
+
+The sample is the same for any number of ranks: the training documents of the smallest split keys (TokenizerSample).
+
+    each rank, while it reads      the texts of its smallest keys, SAMPLE_BYTES of them at most   (a heap)
+    all ranks                      bisect for the key up to which all texts together hold SAMPLE_BYTES
+    rank 0                         receives those texts in document order
+
+Keys are uniform over documents, so the smallest are a fair sample. A document's place in it depends on its key and on
+the bytes of smaller keys, never on who read it. No rank holds more than SAMPLE_BYTES and one text.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 import os
 import re
@@ -21,10 +31,12 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcllm.data.normal import normalise
+from hpcllm.data.documents import normalise
+from hpcllm.data.exchange import gather_array
 from hpcllm.errors import DataError
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
     from tokenizers import AddedToken, Tokenizer
 
 END_OF_TEXT = "<|end_of_text|>"
@@ -33,6 +45,8 @@ SMALLEST_VOCABULARY = 257  # every byte and the end of text
 LARGEST_VOCABULARY = 2**24
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 PIECE_CHARACTERS = 2**20  # a longer document is encoded in pieces: its tokens' bookkeeping takes 100 bytes a token
+SAMPLE_BYTES = 32 * 2**20
+SAMPLE_CHARACTERS = 2**20  # of each document: its beginning
 _PROBE = normalise(
     "".join(map(chr, range(1, 0x250)))
     + "  two  spaces\t\ttabs\r\n\n\n    indented\n1234567890 x=1;y!=2 don't DON'T Straße naïve Ελληνικά кириллица "
@@ -40,8 +54,57 @@ _PROBE = normalise(
 )
 
 
+class TokenizerSample:
+    """Candidates of one rank: (key, document index, text), the largest keys dropped once the rest suffices."""
+
+    def __init__(self, enough_bytes: int = SAMPLE_BYTES) -> None:
+        self._enough_bytes = enough_bytes
+        self._bytes = 0
+        self._heap: list[tuple[int, int, bytes]] = []  # keys negated: the largest on top
+        self._seen: set[int] = set()
+
+    def offer(self, key: int, index: int, text: str) -> None:
+        """Add a document as a candidate. Equal documents have equal keys, and only the first of them counts."""
+        full = self._bytes >= self._enough_bytes
+        if key in self._seen or (full and key > -self._heap[0][0]):
+            return
+        data = text[:SAMPLE_CHARACTERS].encode("utf-8")
+        heapq.heappush(self._heap, (-key, index, data))
+        self._seen.add(key)
+        self._bytes += len(data)
+        while self._bytes - len(self._heap[0][2]) >= self._enough_bytes:
+            key_out, _, data_out = heapq.heappop(self._heap)
+            self._seen.remove(-key_out)
+            self._bytes -= len(data_out)
+
+    def gather(self, stays: NDArray[np.bool_], comm: MPI.Intracomm) -> list[str]:
+        """Return the sample on rank 0 in document order, an empty list elsewhere. Collective over comm.
+
+        stays: (documents,) bool, true where no earlier document of any rank has the same text.
+        """
+        mine = sorted((index, -key, data) for key, index, data in self._heap if stays[index])
+        limit = _enough_key([(key, len(data)) for _, key, data in mine], self._enough_bytes, comm)
+        chosen = [data for _, key, data in mine if key <= limit]
+        lengths = gather_array(np.array([len(data) for data in chosen], np.int64), comm)
+        joined = gather_array(np.frombuffer(b"".join(chosen), np.uint8), comm)
+        ends = np.cumsum(lengths)
+        return [joined[end - size : end].tobytes().decode("utf-8") for end, size in zip(ends, lengths, strict=True)]
+
+
+def _enough_key(keys_and_bytes: list[tuple[int, int]], enough_bytes: int, comm: MPI.Intracomm) -> int:
+    """Find the smallest key up to which all ranks together hold `enough_bytes`; 2^64 - 1 if they never do."""
+    ordered = np.array([key for key, _ in sorted(keys_and_bytes)], np.uint64)
+    held = np.cumsum([0, *(size for _, size in sorted(keys_and_bytes))])
+    low, high = 0, 2**64 - 1
+    while low < high:
+        middle = (low + high) // 2
+        mine = int(held[np.searchsorted(ordered, np.uint64(middle), side="right")])
+        low, high = (low, middle) if comm.allreduce(mine) >= enough_bytes else (middle + 1, high)
+    return low
+
+
 def train(texts: Iterable[str], vocabulary: int) -> str:
-    """Tokenizer JSON: byte-level BPE of at most `vocabulary` tokens, fewer when the texts offer no more merges.
+    """Train byte-level BPE of at most `vocabulary` tokens, fewer when the texts offer no more merges: tokenizer JSON.
 
     The result depends on the set of texts only: not on their order, nor on the number of threads.
     """
@@ -62,13 +125,17 @@ def train(texts: Iterable[str], vocabulary: int) -> str:
 
 
 def load(path: Path) -> str:
-    """Tokenizer JSON from a tokenizer.json, or from the /tokenizer of a token store or checkpoint. Raises DataError.
+    """Read tokenizer JSON: a tokenizer.json, or the /tokenizer of a token store or checkpoint. Raises DataError.
 
     A tokenizer without an end-of-text token that we know gets ours, at the end of its vocabulary.
     """
     tokenizers = library()
     try:
-        text = _stored(path) if h5py.is_hdf5(path) else path.read_text(encoding="utf-8")
+        if h5py.is_hdf5(path):
+            with h5py.File(path, "r") as file:
+                text = bytes(file["tokenizer"][...]).decode("utf-8")
+        else:
+            text = path.read_text(encoding="utf-8")
         tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises plain Exception for what it cannot parse
         raise DataError(f"the tokenizer {str(path)!r} cannot be read: {error}; give a tokenizer.json") from error
@@ -82,7 +149,7 @@ def load(path: Path) -> str:
 
 
 class Encoder:
-    """A tokenizer at work. Text that looks like a special token is encoded as the text it is."""
+    """Texts <-> token ids. Text that looks like a special token is encoded as ordinary text."""
 
     def __init__(self, tokenizer_json: str) -> None:
         self.tokenizer_json = tokenizer_json
@@ -102,7 +169,7 @@ class Encoder:
         return len(self.token_bytes)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Token ids of each text and an end of text. Threads of the library, no fork."""
+        """Return the token ids of each text, with an end of text. Uses the library's threads, no fork."""
         pieces = [(i, piece) for i, text in enumerate(texts) for piece in _pieces(text)]
         encoded = self._tokenizer.encode_batch_fast([piece for _, piece in pieces], add_special_tokens=False)
         ids: list[list[NDArray[np.uint32]]] = [[] for _ in texts]
@@ -112,7 +179,7 @@ class Encoder:
         return [np.concatenate([*parts, end]) for parts in ids]
 
     def decode(self, ids: NDArray[np.integer]) -> bytes:
-        """The bytes that tokens stand for; special tokens stand for none.
+        """Return the bytes that tokens stand for; special tokens stand for none.
 
         Raises KeyError if the tokenizer is neither byte-level nor has a byte fallback.
         """
@@ -142,13 +209,13 @@ def _by_character(token: str) -> bytes:
 
 
 def _spelled_out(token: str) -> bytes:
-    """Of Llama 2's kind of vocabulary: text with '▁' for a space, and '<0x0A>' for a byte that is in no other token."""
+    """Bytes of a token as Llama 2 spells it: '▁' for a space, '<0x0A>' for a byte that is in no other token."""
     byte = _FALLBACK.fullmatch(token)
     return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
 
 
 def _end_of_text(tokenizer: Tokenizer) -> int | None:
-    """Only a special token will do: text may well contain an ordinary token that reads "</s>"."""
+    """Id of the end of text; only a special token will do: text may contain an ordinary token that reads "</s>"."""
     special = {added.content: id_ for id_, added in tokenizer.get_added_tokens_decoder().items() if added.special}
     return next((special[name] for name in END_OF_TEXT_NAMES if name in special), None)
 
@@ -168,7 +235,7 @@ def _added_bytes(added: AddedToken) -> bytes:
 
 
 def limit_threads(ranks_on_node: int) -> None:
-    """Share the cores of a node among its ranks, unless the user or the binding has; before the first encode."""
+    """Share the cores of a node among its ranks, unless the user or the affinity has; call before the first encode."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, min(bound, (os.cpu_count() or 1) // ranks_on_node))
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
@@ -204,11 +271,6 @@ def _byte_of() -> dict[str, int]:
     printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printing]
     return {chr(byte): byte for byte in printing} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-def _stored(path: Path) -> str:
-    with h5py.File(path, "r") as file:
-        return bytes(file["tokenizer"][...]).decode("utf-8")
 
 
 def library() -> Any:

@@ -1,42 +1,78 @@
 # ruff: noqa: N803, N806 - shape suffixes are upper case; the legend is in the text below
-"""Causal self-attention with grouped queries, and a sliding window if the model has one.
+"""Causal self-attention with grouped queries, rotary positions, a sliding window if the model has one, and a cache.
 
-    x --+-- query --(turn)--+
-        +-- key ----(turn)--+-- softmax(q k^T / sqrt(K) + mask) v -- output -->
-        +-- value ----------+
+    x --+-- query --(rotary)--+
+        +-- key ----(rotary)--+-- softmax(q k^T / sqrt(K) + mask) v -- output -->
+        +-- value ------------+
                              mask, window 3:   x . . . .      a token sees itself and those before it,
                                                x x . . .      at most `window` in all
                                                x x x . .
                                                . x x x .
 
+Rotary positions (arXiv:2104.09864) rotate channels by the position, so that a score depends on the distance of two
+tokens only. Of a head's K channels the first R = rope_fraction x K are rotated (a quarter in arXiv:2204.06745).
+
+    (a, b) -> (a cos - b sin, b cos + a sin)       a pair: channels i and i + R/2, as published Llama weights have it
+    angle of pair i at position p = p / theta^(2i/R)
+
+For sequences longer than the weights were trained with, angles are stretched: "linear" divides all of them by the
+factor (arXiv:2306.15595); "llama3" divides those that change slowly, leaves those that change fast, and blends in
+between (Llama 3.1, arXiv:2407.21783, and the code that was published with its weights).
+
 Shapes: B batch, T sequence, D hidden, H query heads, G key and value heads (H a multiple of G), K channels a head,
-R channels of a head that turn (rotary.py), S tokens that are looked at: T, or more with a cache. Heads are those of
-this rank, where tp splits them.
+R channels of a head that are rotated, S tokens that are looked at: T, or more with a cache. Heads are those of this
+rank, where tp splits them.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hpcllm.config import ModelConfig
-from hpcllm.model.cache import KeyValueCache
-from hpcllm.model.linear import PLAIN, Linear, Pass, columns, rows
-from hpcllm.model.recompute import Recipe
-from hpcllm.model.rotary import turn
+from hpcllm.config.schema import ModelConfig
+from hpcllm.model.linear import PLAIN, Linear, PassOptions, columns, rows
+from hpcllm.model.recompute import Recompute
 from hpcllm.model.tensor_parallel import ALONE, TensorParallel, as_gathered, in_order
 
 
+class KeyValueCache:
+    """Keys and values of the tokens that a text has so far, so that each new token costs one token's work.
+
+    keys of block i    [ k0 k1 k2 ... k(length-1) | free ]      add: those of new tokens go behind, all come back
+
+    It serves the blocks that one rank holds, and takes its memory once.
+    """
+
+    def __init__(self, blocks: Iterable[int], shape: tuple[int, int, int, int], like: Tensor) -> None:
+        """Allocate memory of the type and device of `like`.
+
+        shape: of each block, (batch, tokens at most, key and value heads, channels a head).
+        """
+        self.length = 0  # tokens that every block has; set by the decoder once all of its blocks have added theirs
+        self._memory = {block: like.new_empty(2, *shape) for block in blocks}
+
+    def add(self, block: int, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
+        """Append a block's new keys and values; returns all (B, S, G, K), the new ones last."""
+        end = self.length + k_BTGK.shape[1]
+        keys, values = self._memory[block][:, :, :end]
+        keys[:, self.length :] = k_BTGK
+        values[:, self.length :] = v_BTGK
+        return keys, values
+
+
 class Attention(nn.Module):
-    """Query, key, value and output as four linear layers under the names of `shapes`.
+    """Query, key, value and output as four linear layers under the names in shapes.py.
 
     One product over joined query, key and value weights is 3 % faster than three (hidden 192, one core): too little
     for a weight layout that grouped queries complicate and a tensor-parallel split would have to take apart.
     """
 
     def __init__(self, model: ModelConfig, number: int, tp: TensorParallel = ALONE) -> None:
-        """number: of the block, by which a cache knows it."""
+        """number: index of the block, by which a cache knows it."""
         super().__init__()
         self.number, self.window, self.head_dim = number, model.window, model.head_dim
         self.grouped = model.key_value_heads != model.heads
@@ -50,50 +86,42 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x_BTD: Tensor | Recipe,
+        x_BTD: Tensor | Recompute,
         table_2T1R: Tensor | None,
-        how: Pass = PLAIN,
+        options: PassOptions = PLAIN,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """table_2T1R: the rows of `rotary_table` for these positions; None: positions were added to x before.
+        """Attend. table_2T1R: the rows of `rotary_table` for these positions; None: positions were added to x before.
 
         cache: keys and values of the tokens before x, to which those of x are added; None: there are none. Collective
         over tp; where that splits the sequence, x and the result are this rank's part, (B, T/tp, D).
         """
-        q_k_v = columns(x_BTD, (self.query.weights, self.key.weights, self.value.weights), how)
-        core = Recipe(lambda q, k, v: self._core(q, k, v, table_2T1R, how.tp, cache), q_k_v)
-        return rows(core, self.output.weights, how)
 
-    def _core(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        table_2T1R: Tensor | None,
-        tp: TensorParallel,
-        cache: KeyValueCache | None,
-    ) -> Tensor:
-        """Everything between the linear layers, from their outputs to what `output` reads."""
-        in_line = (in_order(x, tp) for x in (query, key, value))
-        q_BTHK, k_BTGK, v_BTGK = (x.view(*x.shape[:2], -1, self.head_dim) for x in in_line)
-        if table_2T1R is not None:
-            q_BTHK, k_BTGK = turn(q_BTHK, table_2T1R), turn(k_BTGK, table_2T1R)
-        if cache is not None:
-            k_BTGK, v_BTGK = cache.add(self.number, k_BTGK, v_BTGK)
-        mask_TS = _mask(q_BTHK.shape[1], k_BTGK.shape[1], self.window, q_BTHK.device)
-        out_BHTK = functional.scaled_dot_product_attention(
-            q_BTHK.transpose(1, 2),
-            k_BTGK.transpose(1, 2),
-            v_BTGK.transpose(1, 2),
-            attn_mask=mask_TS,
-            is_causal=mask_TS is None and q_BTHK.shape[1] > 1,
-            enable_gqa=self.grouped,
-        )
-        return as_gathered(out_BHTK.transpose(1, 2), tp).flatten(-2)
+        def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            """Compute all between the linear layers, from their outputs to the input of `output`."""
+            ordered = (in_order(x, options.tp) for x in (query, key, value))
+            q_BTHK, k_BTGK, v_BTGK = (x.view(*x.shape[:2], -1, self.head_dim) for x in ordered)
+            if table_2T1R is not None:
+                q_BTHK, k_BTGK = apply_rotary(q_BTHK, table_2T1R), apply_rotary(k_BTGK, table_2T1R)
+            if cache is not None:
+                k_BTGK, v_BTGK = cache.add(self.number, k_BTGK, v_BTGK)
+            mask_TS = _mask(q_BTHK.shape[1], k_BTGK.shape[1], self.window, q_BTHK.device)
+            out_BHTK = functional.scaled_dot_product_attention(
+                q_BTHK.transpose(1, 2),
+                k_BTGK.transpose(1, 2),
+                v_BTGK.transpose(1, 2),
+                attn_mask=mask_TS,
+                is_causal=mask_TS is None and q_BTHK.shape[1] > 1,
+                enable_gqa=self.grouped,
+            )
+            return as_gathered(out_BHTK.transpose(1, 2), options.tp).flatten(-2)
+
+        q_k_v = columns(x_BTD, (self.query.weights, self.key.weights, self.value.weights), options)
+        return rows(Recompute(core, q_k_v), self.output.weights, options)
 
 
 def _mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor | None:
-    """(T, S) bool: true where the last T of S tokens look; None where plain causal attention says it all.
+    """Return (T, S) bool: true where the last T of S tokens look; None where plain causal attention says it all.
 
     Flash kernels take no mask, so it is made only where there is no other way.
     """
@@ -103,3 +131,41 @@ def _mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor 
     seen = torch.arange(keys, device=device)
     distance = seen[keys - queries :].unsqueeze(1) - seen
     return (distance >= 0) & (distance < (window or keys))
+
+
+def rotary_table(model: ModelConfig) -> Tensor:
+    """Return (2, max_sequence, 1, R) float32: cosines, and sines with the sign that their channel needs.
+
+    On the CPU, also while parameters are built on the meta device. Angles are float64 until their cosine is taken:
+    in float32 an angle of 8191 radians is off by up to 2^-12.
+    """
+    positions = torch.arange(model.max_sequence, dtype=torch.float64, device="cpu")
+    angles = torch.outer(positions, frequencies(model))
+    cos_TR = torch.cat([angles.cos(), angles.cos()], dim=-1)
+    sin_TR = torch.cat([-angles.sin(), angles.sin()], dim=-1)
+    return torch.stack([cos_TR, sin_TR]).unsqueeze(2).float()
+
+
+def frequencies(model: ModelConfig) -> Tensor:
+    """Return (R/2,) float64: radians a position, of each pair of channels."""
+    channels = torch.arange(0, model.turned_channels, 2, dtype=torch.float64, device="cpu")
+    plain = model.rope_theta ** (-channels / model.turned_channels)
+    if model.rope_scaling == "none":
+        return plain
+    stretched = plain / model.rope_factor
+    if model.rope_scaling == "linear":
+        return stretched
+    turns = model.rope_original_sequence * plain / (2 * math.pi)
+    low, high = model.rope_low_frequency, model.rope_high_frequency
+    return torch.lerp(stretched, plain, ((turns - low) / (high - low)).clamp(0, 1))
+
+
+def apply_rotary(x_BTHK: Tensor, table_2T1R: Tensor) -> Tensor:
+    """Rotate each head of each token by the angles of its position, in float32; returns the type of x."""
+    rotated = table_2T1R.shape[-1]
+    if rotated < x_BTHK.shape[-1]:
+        return torch.cat([apply_rotary(x_BTHK[..., :rotated], table_2T1R), x_BTHK[..., rotated:]], dim=-1)
+    cos_T1R, sin_T1R = table_2T1R
+    first, second = x_BTHK.chunk(2, dim=-1)
+    rotated_BTHR = torch.addcmul(x_BTHK * cos_T1R, torch.cat([second, first], dim=-1).to(cos_T1R.dtype), sin_T1R)
+    return rotated_BTHR.to(x_BTHK.dtype)

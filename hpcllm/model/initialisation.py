@@ -23,9 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcllm.config import ModelConfig
-from hpcllm.model.shapes import StageSpan, parameter_shapes
-from hpcllm.model.shards import shard_of
+from hpcllm.config.schema import ModelConfig
+from hpcllm.model.shapes import StageSpan, parameter_shapes, shard_of
 from hpcllm.model.tensor_parallel import ALONE, TensorParallel
 from hpcllm.model.transformer import Decoder
 
@@ -39,27 +38,13 @@ WORDS_PER_COUNT = 4  # Philox4x64 gives four words for each value of its counter
 def build(
     model: ModelConfig, span: StageSpan, seed: int, tp: TensorParallel = ALONE, dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    """The span's decoder with its initial weights. Same seed: same values on any layout, without communication.
+    """Make the span's decoder with its initial weights. Same seed: same values on any layout, without communication.
 
     Of a parameter that tp splits, a rank makes its shard alone. Values are made in float32, then cast to dtype.
     """
     decoder = allocate(model, span, tp, dtype)
     initialise(decoder, model, seed, tp)
     return decoder
-
-
-def build_chunks(
-    model: ModelConfig,
-    spans: Sequence[StageSpan],
-    seed: int,
-    tp: TensorParallel = ALONE,
-    dtype: torch.dtype = torch.float32,
-) -> list[Decoder]:
-    """The decoders of one rank, as allocate_chunks makes them, with their initial weights."""
-    decoders = allocate_chunks(model, spans, tp, dtype)
-    for decoder in decoders:
-        initialise(decoder, model, seed, tp)
-    return decoders
 
 
 def allocate_chunks(
@@ -70,7 +55,7 @@ def allocate_chunks(
     device: torch.device = CPU,
     bare: bool = False,
 ) -> list[Decoder]:
-    """The decoders of one rank, in the order of the model; a tied embedding that is first and last is one parameter.
+    """Make a rank's decoders, in the order of the model; a tied embedding that is first and last is one parameter.
 
     bare: their parameters get no memory, for an optimizer that lays them out itself.
     """
@@ -89,9 +74,9 @@ def allocate(
     device: torch.device = CPU,
     bare: bool = False,
 ) -> Decoder:
-    """The span's decoder with memory but no values yet: for a checkpoint's reader, which sets every one of them.
+    """Make the span's decoder with memory but no values yet: for a checkpoint's reader, which sets every one of them.
 
-    bare: see allocate_chunks.
+    bare: its parameters get no memory.
     """
     with torch.device("meta"):  # else PyTorch would fill each weight with numbers that nobody uses
         decoder = Decoder(model, span, tp)
@@ -115,7 +100,7 @@ def initialise(decoder: Decoder, model: ModelConfig, seed: int, tp: TensorParall
 
 
 def initial_values(model: ModelConfig, seed: int, tp: TensorParallel = ALONE) -> Callable[[str, Tensor], None]:
-    """What sets one parameter, by its name: to be given memory, contiguous and in this rank's shape."""
+    """Return a function that sets one parameter, by its name, in memory that is contiguous and of this rank's shape."""
     shapes = parameter_shapes(model)
 
     @torch.no_grad()
@@ -136,7 +121,7 @@ def initial_values(model: ModelConfig, seed: int, tp: TensorParallel = ALONE) ->
 
 
 def normal_slab(seed: int, name: str, start: int, count: int) -> Tensor:
-    """Elements start .. start+count of the standard normal tensor `name`, in row-major order of its global shape.
+    """Make elements start .. start+count of the standard normal tensor `name`, in row-major order of its global shape.
 
     Returns (count,) float32. A pure function of (seed, name, global index): slabs that are cut in another way hold
     the same bits.
@@ -154,7 +139,7 @@ def normal_slab(seed: int, name: str, start: int, count: int) -> Tensor:
 def _fill_normal(
     weight: Tensor, start: tuple[int, ...], columns: int, seed: int, name: str, standard_deviation: float
 ) -> None:
-    """weight: the box that begins at `start` of a tensor of so many columns; contiguous, of any float type."""
+    """Fill weight, the box that begins at `start` of a tensor of so many columns; contiguous, of any float type."""
     flat, done = weight.view(-1), 0
     for first, count in _runs(start, weight.shape, columns):
         for piece in range(0, count, CHUNK):
@@ -164,7 +149,7 @@ def _fill_normal(
 
 
 def _runs(start: tuple[int, ...], shape: Sequence[int], columns: int) -> Iterator[tuple[int, int]]:
-    """Global index and length of each stretch of a box that lies together in the whole tensor too."""
+    """Yield global index and length of each stretch of a box that is contiguous in the whole tensor too."""
     first, (rows, width) = start[0] * columns + start[1], shape
     if width == columns:
         yield first, rows * width

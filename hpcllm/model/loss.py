@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from hpcllm import collectives
 from hpcllm.model.linear import add_product
-from hpcllm.model.tensor_parallel import ALONE, TensorParallel, joined, summed
+from hpcllm.model.tensor_parallel import ALONE, TensorParallel, gather_sequence, sum_over_tp
 
 IGNORED = -100  # a target that does not count: the place of a token that is not there
 
@@ -51,7 +51,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, tp: TensorParallel = ALON
 def cross_entropy_sum_in_pieces(
     x: Tensor, weight: Tensor, targets: Tensor, piece: int, tp: TensorParallel = ALONE, first: int = 0
 ) -> Tensor:
-    """cross_entropy_sum of x weight^T, of which no more than `piece` tokens' logits exist at once.
+    """Compute cross_entropy_sum of x weight^T, of which no more than `piece` tokens' logits exist at once.
 
     x: (..., hidden), of this rank's part of the sequence where tp splits it; weight: (vocabulary, hidden) of this
     rank; targets: (...) int64, of the whole sequence as it is gathered. Collective over tp.
@@ -80,7 +80,7 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 class _SplitCrossEntropySum(torch.autograd.Function):
-    """Keeps the softmax of this rank's part alone; what share of the whole that part has is a factor a token."""
+    """Keeps the softmax of this rank's part alone; the share of that part in the whole is a factor a token."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, tp: TensorParallel, first: int) -> Tensor:
@@ -107,7 +107,7 @@ class _InPieces(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, piece: int, tp: TensorParallel, first: int
     ) -> Tensor:
-        whole = joined(x, tp).flatten(0, -2)
+        whole = gather_sequence(x, tp).flatten(0, -2)
         targets = targets.flatten()
         rows, here = _rows(targets, first, weight.shape[0])
         own, scores = torch.empty(2, *targets.shape, device=whole.device)
@@ -127,7 +127,7 @@ class _InPieces(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, normaliser, counts, rows, here = ctx.saved_tensors
-        gathered = joined(x, ctx.tp)
+        gathered = gather_sequence(x, ctx.tp)
         whole = gathered.flatten(0, -2)
         of_x = torch.empty_like(whole)
         of_weight = weight.new_zeros(weight.shape, dtype=torch.float32)  # a sum over pieces: never in 16 bits
@@ -140,7 +140,7 @@ class _InPieces(torch.autograd.Function):
             torch.mm(gradient, weight, out=of_x[some])
             add_product(of_weight, gradient.t(), whole[some])
             del logits, softmax, gradient
-        of_x = summed(of_x.view(gathered.shape), ctx.tp)
+        of_x = sum_over_tp(of_x.view(gathered.shape), ctx.tp)
         return of_x.view(x.shape), of_weight.to(weight.dtype), None, None, None, None
 
 

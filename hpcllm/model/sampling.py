@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hpcllm.errors import ConfigError, DataError
-from hpcllm.model.cache import KeyValueCache
+from hpcllm.model.attention import KeyValueCache
 from hpcllm.model.transformer import Decoder
 
 # (tokens to read now, whether to forget all that was read before) -> the token that follows
@@ -27,8 +27,8 @@ NextToken = Callable[[list[int], bool], int]
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """How a token is drawn from logits.
+class TokenSampler:
+    """Draws tokens from logits.
 
     temperature 0 takes the likeliest; top_k 0 draws from all ids that stand for text, the first `vocabulary`.
     """
@@ -39,7 +39,7 @@ class Drawing:
     generator: torch.Generator
 
     def token(self, logits: Tensor) -> int:
-        """One of (at least vocabulary,) logits of any type. Same logits and generator state, same token.
+        """Draw from (at least vocabulary,) logits of any type. Same logits and generator state, same token.
 
         Drawn on the CPU: the token is wanted there anyway, and so the generator is the same for every device.
         """
@@ -52,11 +52,11 @@ class Drawing:
         return int(best.indices[torch.multinomial(weights, 1, generator=self.generator)])
 
 
-class Reader:
-    """A decoder, or one stage of it, and the keys and values of what it has read."""
+class CachedDecoder:
+    """A decoder, or one stage of it, with the keys and values of the tokens that it has read."""
 
     def __init__(self, decoder: Decoder, most_tokens: int) -> None:
-        """most_tokens: that will ever be read at once; more than max_sequence never are."""
+        """most_tokens: most that will ever be read at once; more than max_sequence never are."""
         self.decoder = decoder
         model, weight = decoder.model, next(decoder.parameters())
         heads = model.key_value_heads // decoder.tp.size
@@ -64,7 +64,7 @@ class Reader:
         self._cache = KeyValueCache(map(int, decoder.blocks), shape, weight.detach())
 
     def read(self, x: Tensor, afresh: bool) -> Tensor:
-        """(T, hidden) of T new tokens, or, with the head, logits of what follows them: (this rank's vocabulary,).
+        """Read T new tokens: (T, hidden), or, with the head, logits of the next one: (this rank's vocabulary,).
 
         x: (T,) int64 with the embedding, else the (T, hidden) of the stage before; on the decoder's device, as is what
         this returns. Collective over the decoder's tp.
@@ -78,14 +78,14 @@ class Reader:
             return self.decoder.logits(hidden[:, -1:])[0, 0]
 
 
-def alone(decoder: Decoder, drawing: Drawing, most_tokens: int) -> NextToken:
-    """Of a whole model in one process; most_tokens as for Reader."""
-    reader = Reader(decoder, most_tokens)
-    return lambda tokens, afresh: drawing.token(reader.read(torch.tensor(tokens, device=decoder.device), afresh))
+def local_next_token(decoder: Decoder, sampler: TokenSampler, most_tokens: int) -> NextToken:
+    """Return the NextToken of a whole model in one process; most_tokens as for CachedDecoder."""
+    reader = CachedDecoder(decoder, most_tokens)
+    return lambda tokens, afresh: sampler.token(reader.read(torch.tensor(tokens, device=decoder.device), afresh))
 
 
 def check_prompt(tokens: list[int], vocabulary: int) -> None:
-    """Raises DataError for an empty prompt or a token outside the vocabulary."""
+    """Check a prompt. Raises DataError for an empty prompt or a token outside the vocabulary."""
     if not tokens:
         raise DataError("the prompt has no tokens; give at least one, for example the end-of-text token")
     if outside := [token for token in tokens if not 0 <= token < vocabulary]:
@@ -93,7 +93,7 @@ def check_prompt(tokens: list[int], vocabulary: int) -> None:
 
 
 def check_settings(new_tokens: int, temperature: float, top_k: int) -> None:
-    """Raises ConfigError for one that is out of range."""
+    """Check the settings of `generate`. Raises ConfigError for one that is out of range."""
     if not 0 <= temperature < float("inf"):
         raise ConfigError(f"temperature = {temperature} is out of range; valid: 0 (the likeliest token) or more")
     if top_k < 0 or new_tokens < 0:

@@ -1,11 +1,18 @@
-"""Names and shapes of a model's parameters: one table for the network, the checkpoint and the planner. Pure.
+"""Names and shapes of a model's parameters, and the part of each that a rank holds: one table for the network, the
+checkpoint and the planner. Pure.
 
     embedding.weight  positions.weight   [first stage]
     blocks.<i>.attention_norm | attention.{query,key,value,output} | ffn_norm | ffn.{up,gate,down}
     final_norm.weight  head.weight       [last stage; head is the embedding when tied]
 
 A name carries no rank and a shape is global, so any layout can read what any other wrote. Linear weights are
-(outputs, inputs), as torch.nn.Linear has them.
+(outputs, inputs), as torch.nn.Linear has them. A pipeline stage holds a span of the blocks; of its parameters a
+tensor-parallel rank holds shards (arXiv:1909.08053 section 3):
+
+    columns   query, key, value, gate, up, and their biases     rows of the weight (its outputs) are split
+    rows      output, down                                      columns of the weight (its inputs) are split
+    tables    embedding, head                                   rows: the vocabulary, which need not divide evenly
+    the rest  norms, positions, biases of row layers            whole on every rank
 """
 
 from __future__ import annotations
@@ -15,9 +22,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpcllm.config import ModelConfig
+from hpcllm.config.schema import ModelConfig
+from hpcllm.mpi.partition import chunk_range
 
 Shape = tuple[int, ...]
+_COLUMNS = ("attention.query", "attention.key", "attention.value", "ffn.gate", "ffn.up")
+_ROWS = ("attention.output", "ffn.down")
+_TABLES = ("embedding.weight", "head.weight")
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ def split_layers(model: ModelConfig, stages: int) -> list[StageSpan]:
 
 
 def cut_layers(sizes: Sequence[int]) -> list[StageSpan]:
-    """Spans of so many blocks each, in the order of the model."""
+    """Make spans of so many blocks each, in the order of the model."""
     ends = itertools.accumulate(sizes)
     return [
         StageSpan(end - size, end, stage == 0, stage == len(sizes) - 1)
@@ -65,7 +76,7 @@ def head_in_blocks(model: ModelConfig) -> float:
 
 
 def parameter_shapes(model: ModelConfig, span: StageSpan | None = None) -> dict[str, Shape]:
-    """name -> global shape, in the order of the forward pass; of the whole model, or of one stage.
+    """Map name -> global shape, in the order of the forward pass; of the whole model, or of one stage.
 
     With tied weights a last stage that is not the first holds a copy of `embedding.weight`, under that name.
     """
@@ -81,6 +92,30 @@ def parameter_shapes(model: ModelConfig, span: StageSpan | None = None) -> dict[
         shapes.update(_norm("final_norm", model))
         shapes.setdefault("embedding.weight" if model.tied else "head.weight", (model.vocabulary, model.hidden))
     return shapes
+
+
+def split_dim(name: str) -> int | None:
+    """The dim of a parameter that tp splits; None: every rank has all of it."""
+    layer, _, kind = name.rpartition(".")
+    if name in _TABLES or layer.endswith(_COLUMNS):
+        return 0
+    return 1 if layer.endswith(_ROWS) and kind == "weight" else None
+
+
+def shard_of(name: str, shape: Shape, rank: int, size: int) -> tuple[Shape, Shape]:
+    """Start and shape of the part that tp rank `rank` of `size` holds of a parameter of that global shape."""
+    dim = split_dim(name)
+    start, local = [0] * len(shape), list(shape)
+    if dim is not None:
+        start[dim], end = chunk_range(shape[dim], size, rank)
+        local[dim] = end - start[dim]
+    return tuple(start), tuple(local)
+
+
+def split_sizes(model: ModelConfig, spans: Sequence[StageSpan], tp: int, tp_rank: int = 0) -> dict[str, int]:
+    """Elements of each parameter of these spans that a tp rank has; an embedding that is first and last counts once."""
+    shapes = {name: shape for span in spans for name, shape in parameter_shapes(model, span).items()}
+    return {name: math.prod(shard_of(name, shape, tp_rank, tp)[1]) for name, shape in shapes.items()}
 
 
 def parameter_count(model: ModelConfig) -> int:
@@ -122,7 +157,7 @@ def _norm(name: str, model: ModelConfig) -> dict[str, Shape]:
 
 
 def has_bias(layer: str, model: ModelConfig) -> bool:
-    """Whether a linear layer of a block has a bias, by the end of its name."""
+    """True if a linear layer of a block has a bias, by the end of its name."""
     return model.biases == "all" or (model.biases == "qkv" and layer.endswith((".query", ".key", ".value")))
 
 

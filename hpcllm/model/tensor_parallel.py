@@ -31,7 +31,7 @@ from hpcllm import collectives  # which starts MPI when a rank that is not alone
 if TYPE_CHECKING:
     from hpcllm.collectives import Group, Handle
 
-LANE = "tensor"  # of nonblocking.py: never behind a bucket of gradients
+LANE = "tensor"  # the lane of background collectives: never behind a bucket of gradients
 BACKGROUND_BYTES = 1 << 20  # below, handing work to a thread (60 to 100 us) takes longer than what it hides
 
 Wait = Callable[[], Tensor]
@@ -39,7 +39,7 @@ Wait = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Who shares the layers of this rank, and how what they exchange travels. A value: every layer is handed it."""
+    """The ranks that share the layers of this rank, and the codec between them. A value: every layer is handed it."""
 
     group: Group | None = None  # None: this rank is alone
     rank: int = 0
@@ -49,7 +49,7 @@ class TensorParallel:
 
     @property
     def parts(self) -> int:
-        """How many ranks the sequence is split over."""
+        """Number of ranks that the sequence is split over."""
         return self.size if self.sequence else 1
 
 
@@ -57,7 +57,7 @@ ALONE = TensorParallel()
 
 
 def tensor_parallel(group: Group, sequence: bool = False, codec: str = "raw") -> TensorParallel:
-    """The ranks of the group share the layers; a group of one rank is ALONE. Collective over the group."""
+    """Let the ranks of the group share the layers; a group of one rank is ALONE. Collective over the group."""
     if group.size == 1:
         return ALONE
     group.background(LANE)  # made here, where all ranks are, and not in the midst of a backward pass
@@ -65,106 +65,104 @@ def tensor_parallel(group: Group, sequence: bool = False, codec: str = "raw") ->
 
 
 def traffic(tp: TensorParallel) -> tuple[float, int, int]:
-    """Of this rank so far: seconds in which it did nothing but wait, and bytes sent, before and after the codec."""
+    """Seconds in which this rank did nothing but wait so far, and bytes it sent, before and after the codec."""
     if tp.group is None:
         return 0.0, 0, 0
     wires = (tp.group.wire, tp.group.background(LANE).wire)
     return wires[0].waits.total_s, sum(wire.plain_bytes for wire in wires), sum(wire.sent_bytes for wire in wires)
 
 
-def summed_over_tp(name: str, tp: TensorParallel) -> bool:
-    """Whether a parameter's gradient is still to be summed over tp, each rank having seen its part of the sequence.
+def has_partial_gradient(name: str, tp: TensorParallel) -> bool:
+    """True if a parameter's gradient is still to be summed over tp, each rank having seen its part of the sequence.
 
     Norms and positions, then; the biases of row layers get theirs from a gradient that has been gathered by then.
     """
     return tp.sequence and ("norm." in name or name.startswith("positions."))
 
 
-def joined(x: Tensor, tp: TensorParallel) -> Tensor:
-    """What column layers read: x itself, or (tp, B, T/tp, D) of every rank's x (B, T/tp, D). Collective over tp."""
-    return _gathered(x, tp)() if tp.sequence else x
+def gather_sequence(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Gather every rank's x (B, T/tp, D): (tp, B, T/tp, D), or x itself if the sequence is whole.
+
+    Collective over tp.
+    """
+    return start_gather(x, tp, background=False)()
 
 
-def reduced(x: Tensor, tp: TensorParallel) -> Tensor:
-    """The sum over tp, with its gradient: the end of what each rank has a part of. Collective over tp.
+def sum_over_tp(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Sum over tp what each rank has a part of, without its gradient. Collective over tp.
 
     x: (B, T, D), or (tp, B, T/tp, D) where the sequence is split, of which this rank gets its (B, T/tp, D). It is
     overwritten: nobody else may need it.
     """
+    return start_sum(x, tp, background=False)()
+
+
+def sum_with_gradient(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Sum as `sum_over_tp` does, with a gradient. Collective over tp."""
     if tp.size == 1:
         return x
-    y: Tensor = _Reduced.apply(x, tp)  # type: ignore[no-untyped-call]
+    y: Tensor = _Sum.apply(x, tp)  # type: ignore[no-untyped-call]
     return y
 
 
-def summed(x: Tensor, tp: TensorParallel) -> Tensor:
-    """`reduced`, without its gradient. Collective over tp."""
-    return x if tp.size == 1 else _summed(x, tp)()
-
-
-def start_joining(x: Tensor, tp: TensorParallel) -> Wait:
-    """`joined`, in the background if x is large: the function that this returns waits for the result."""
-    return _gathered(x, tp, x.nbytes >= BACKGROUND_BYTES) if tp.sequence else lambda: x
-
-
-def start_summing(x: Tensor, tp: TensorParallel) -> Wait:
-    """`summed`, in the background if x is large; x must not change meanwhile."""
-    return _summed(x, tp, x.nbytes >= BACKGROUND_BYTES) if tp.size > 1 else lambda: x
-
-
-def in_order(x: Tensor, tp: TensorParallel) -> Tensor:
-    """(tp, B, T/tp, C) -> (B, T, C), each token in its place; x itself where the sequence is not split."""
-    return x.transpose(0, 1).flatten(1, 2) if tp.sequence else x
-
-
-def as_gathered(x: Tensor, tp: TensorParallel) -> Tensor:
-    """(B, T, ...) -> (tp, B, T/tp, ...), the inverse of in_order; x itself where the sequence is not split."""
-    return x.view(x.shape[0], tp.size, -1, *x.shape[2:]).transpose(0, 1) if tp.sequence else x
-
-
-class _Reduced(torch.autograd.Function):
+class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
-        return _summed(x.contiguous(), tp)()
+        return sum_over_tp(x.contiguous(), tp)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return joined(gradient, ctx.tp), None
+        return gather_sequence(gradient, ctx.tp), None
 
 
-def _summed(x: Tensor, tp: TensorParallel, background: bool = False) -> Wait:
-    assert tp.group is not None
-    x = x.detach()
+def start_gather(x: Tensor, tp: TensorParallel, background: bool = True) -> Wait:
+    """Start `gather_sequence`, in the background if x is large; the function that this returns waits for the result."""
     if not tp.sequence:
-        if background:
-            return _result(collectives.iallreduce(x, tp.group, tp.codec, lane=LANE), tp.group)
-        return _value(collectives.allreduce(x, tp.group, tp.codec))
-    mine = x.new_empty(x.shape[1:])
-    if background:
-        return _result(collectives.ireduce_scatter(x, tp.group, tp.codec, out=mine, lane=LANE), tp.group)
-    return _value(collectives.reduce_scatter(x, tp.group, tp.codec, out=mine))
-
-
-def _gathered(x: Tensor, tp: TensorParallel, background: bool = False) -> Wait:
+        return lambda: x
     assert tp.group is not None
     x = x.detach().contiguous()
     whole = x.new_empty(tp.size, *x.shape)
-    if background:
-        return _result(collectives.iallgather(x, tp.group, tp.codec, out=whole, lane=LANE), tp.group)
-    return _value(collectives.allgather(x, tp.group, tp.codec, out=whole))
-
-
-def _value(result: Tensor) -> Wait:
+    if background and x.nbytes >= BACKGROUND_BYTES:
+        return _timed_wait(collectives.iallgather(x, tp.group, tp.codec, out=whole, lane=LANE), tp.group)
+    result = collectives.allgather(x, tp.group, tp.codec, out=whole)
     return lambda: result
 
 
-def _result(handle: Handle, group: Group) -> Wait:
+def start_sum(x: Tensor, tp: TensorParallel, background: bool = True) -> Wait:
+    """Start `sum_over_tp`, in the background if x is large; x must not change until the result was waited for."""
+    if tp.group is None:
+        return lambda: x
+    x = x.detach()
+    background = background and x.nbytes >= BACKGROUND_BYTES
+    if tp.sequence:
+        mine = x.new_empty(x.shape[1:])
+        if background:
+            return _timed_wait(collectives.ireduce_scatter(x, tp.group, tp.codec, out=mine, lane=LANE), tp.group)
+        result = collectives.reduce_scatter(x, tp.group, tp.codec, out=mine)
+    else:
+        if background:
+            return _timed_wait(collectives.iallreduce(x, tp.group, tp.codec, lane=LANE), tp.group)
+        result = collectives.allreduce(x, tp.group, tp.codec)
+    return lambda: result
+
+
+def _timed_wait(handle: Handle, group: Group) -> Wait:
     def wait() -> Tensor:
         start = time.perf_counter()
         result: Tensor = handle.wait()
-        group.wire.waits.total_s += time.perf_counter() - start  # what the thread itself waited is hidden
+        group.wire.waits.total_s += time.perf_counter() - start  # the waits of the background thread are hidden
         return result
 
     return wait
+
+
+def in_order(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Reorder (tp, B, T/tp, C) -> (B, T, C), each token in its place; x itself where the sequence is not split."""
+    return x.transpose(0, 1).flatten(1, 2) if tp.sequence else x
+
+
+def as_gathered(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Reorder (B, T, ...) -> (tp, B, T/tp, ...), the inverse of in_order; x itself where the sequence is not split."""
+    return x.view(x.shape[0], tp.size, -1, *x.shape[2:]).transpose(0, 1) if tp.sequence else x

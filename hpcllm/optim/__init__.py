@@ -1,10 +1,10 @@
-"""From gradients to the next step's weights. A reading order:
+"""Gradients become the next step's weights. A reading order:
 
-flat.py           which parameters lie together in one flat array; sections.py: who sums it, and which stretch is ours
-buckets.py        gradients kept whole (ZeRO 0 and 1); passing.py: of which a rank keeps its share (ZeRO 2 and 3)
-summation.py      how one array is summed: over whom, by which codec
-adamw.py          the update of one stretch; learning_rate.py; optimizer.py: all stretches of a rank
-weights.py        how weights become equal again after each replica updated its share (ZeRO 1 and 2)
-units.py          weights that are gathered for the time of their work only (ZeRO 3)
-pieces.py         what a checkpoint keeps of all this; assembly.py: from a run file to these parts
+flat_buffers.py      which parameters lie together in one flat buffer, and ranges of it (pure)
+shard_spec.py        a buffer as one rank sees it: which range it owns; gradient_reduce.py: how it is summed, over whom
+buckets.py           gradients kept whole (up to ZeRO-1); sharded_gradients.py: only this rank's share (from ZeRO-2 on)
+adamw.py             the update of one share, its learning rate; loss_scale.py
+gathered_weights.py  how weights become equal again after each replica has updated its share (ZeRO-1, ZeRO-2)
+zero3.py             weights that are gathered only while they are used (ZeRO-3)
+optimizer.py         from a run file to these parts; replica_check.py: are the replicas still equal?
 """

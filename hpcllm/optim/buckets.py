@@ -11,8 +11,8 @@ says how many additions a step makes, so the last one is known whatever its orde
 worker thread, in bucket order, so that all replicas sum the same bucket at the same time. An embedding that two ranks
 share comes last: it is summed over the replicas, then over the two ends of the pipeline.
 
-Replicas that share the states of the optimizer (ZeRO-1, arXiv:1910.02054 section 5) reduce-scatter: each gets the sum
-of its own stretch of a bucket, in the place of its own addends.
+Replicas that shard the states of the optimizer (ZeRO-1, arXiv:1910.02054 section 5) reduce-scatter: each gets the sum
+of its own range of a bucket, in the place of its own addends.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ import torch
 from torch import Tensor, nn
 
 from hpcllm.collectives.worker import Worker
-from hpcllm.optim.sections import Section
-from hpcllm.optim.summation import EXACTLY, Moment
+from hpcllm.optim.gradient_reduce import EXACT_STEP, WRONG_COUNT, ReduceStep, squares, take_gradient
+from hpcllm.optim.shard_spec import ShardSpec
 
 Memory = Callable[[int], Tensor]  # n -> (n,) float32 of zeros
 
 
 class Gradients(Protocol):
-    """What a step does with gradients; buckets.py keeps them whole, passing.py this rank's share only."""
+    """Gradients of one rank during a step: kept whole (GradientBuckets) or as this rank's share (ShardedGradients)."""
 
     def begin(self, step: int, exact: bool) -> None:
         """Begin a new step, whose gradients are zero so far; exact: they are summed without a codec."""
 
     def added(self, parameter: Tensor) -> None:
-        """Something was added to the parameter's .grad."""
+        """Take note that something was added to the parameter's .grad."""
 
     def finish(self) -> None:
-        """Every gradient is summed when this returns. Collective over the mesh. Raises StallError."""
+        """Return when every gradient is summed. Collective over the mesh. Raises StallError."""
 
     def squared_norm(self) -> Tensor:
         """This rank's part of the squared norm: the sum over all ranks counts each gradient once. () float64.
@@ -52,22 +52,22 @@ class Gradients(Protocol):
         """
 
     def is_finite(self) -> bool:
-        """Whether all gradients of this rank are, whoever counts them."""
+        """True if all gradients of this rank are finite, whoever counts them."""
 
     @property
     def shares(self) -> list[Tensor]:
-        """Of each section: the sums that this rank updates weights with, (owned,) float32, always the same memory."""
+        """Sums that this rank updates weights with, (owned,) float32 for each buffer, always the same memory."""
 
 
 @dataclass
 class Bucket:
-    section: Section
-    gradients: Tensor  # (flat.size,) float32
+    spec: ShardSpec
+    gradients: Tensor  # (buffer.size,) float32
     missing: int = 0  # additions, in this step
 
     @property
     def share(self) -> Tensor:
-        return self.gradients[self.section.start : self.section.end]
+        return self.gradients[self.spec.start : self.spec.end]
 
 
 @dataclass
@@ -76,7 +76,7 @@ class GradientBuckets:
 
     buckets: list[Bucket]
     worker: Worker
-    _moment: Moment = EXACTLY
+    _step: ReduceStep = EXACT_STEP
     _next: int = 0
     _home: dict[Tensor, tuple[Bucket, Tensor]] = field(default_factory=dict)  # by parameter: and its view, float32
     _scratch: Tensor = field(default_factory=lambda: torch.empty(0))  # (longest share,) float32, the worker's
@@ -86,36 +86,36 @@ class GradientBuckets:
         return [bucket.share for bucket in self.buckets]
 
     def begin(self, step: int, exact: bool) -> None:
-        self._next, self._moment = 0, Moment(step, exact)
+        self._next, self._step = 0, ReduceStep(step, exact)
         torch._foreach_zero_([bucket.gradients for bucket in self.buckets])
         for bucket in self.buckets:
-            bucket.missing = bucket.section.additions
+            bucket.missing = bucket.spec.additions
 
     def finish(self) -> None:
-        assert not any(bucket.missing for bucket in self.buckets), "a parameter got more or fewer gradients than said"
+        assert not any(bucket.missing for bucket in self.buckets), WRONG_COUNT
         self.worker.finish()
 
     def squared_norm(self) -> Tensor:
-        return squares([bucket.share for bucket in self.buckets if bucket.section.counts], self._scratch)
+        return squares([bucket.share for bucket in self.buckets if bucket.spec.counts], self._scratch)
 
     def is_finite(self) -> bool:
         return math.isfinite(squares(self.shares, self._scratch))
 
     def added(self, parameter: Tensor) -> None:
-        """Submit the buckets that this completes, in order."""
+        """Submit the buckets that this gradient completes, in order."""
         bucket, view = self._home[parameter]
         if parameter.dtype != torch.float32:
-            view.add_(taken_gradient(parameter))
+            view.add_(take_gradient(parameter))
         bucket.missing -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             bucket = self.buckets[self._next]
             self._next += 1
-            if bucket.section.sharded or not bucket.section.summation.is_alone:
+            if bucket.spec.sharded or not bucket.spec.reduce.is_alone:
                 self.worker.submit(partial(self._sum, bucket))
 
     def hook_up(self, bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> None:
         """Lead what autograd adds to the bucket's parameters into it."""
-        for name, view in zip(bucket.section.flat.names, bucket.section.views(bucket.gradients), strict=True):
+        for name, view in zip(bucket.spec.buffer.names, bucket.spec.views(bucket.gradients), strict=True):
             parameter = parameters[name]
             self._home[parameter] = bucket, view.view(parameter.shape)
             if parameter.dtype == torch.float32:
@@ -123,38 +123,22 @@ class GradientBuckets:
             parameter.register_post_accumulate_grad_hook(self.added)  # type: ignore[no-untyped-call]
 
     def _sum(self, bucket: Bucket) -> None:
-        summation = bucket.section.summation
-        if not bucket.section.sharded:
-            summation.everywhere(bucket.gradients, self._moment)
+        reduce = bucket.spec.reduce
+        if not bucket.spec.sharded:
+            reduce.allreduce(bucket.gradients, reduce.groups, self._step)
             return
-        total = self._scratch[: bucket.section.owned]
-        summation.shared_out(bucket.gradients, total, self._moment)
-        summation.over_others(bucket.share.copy_(total), self._moment)
+        total = self._scratch[: bucket.spec.owned]
+        reduce.reduce_scatter(bucket.gradients, total, self._step)
+        reduce.allreduce(bucket.share.copy_(total), reduce.others, self._step)
 
 
 def make_buckets(
-    sections: Sequence[Section], parameters: Mapping[str, nn.Parameter], worker: Worker, memory: Memory = torch.zeros
+    specs: Sequence[ShardSpec], parameters: Mapping[str, nn.Parameter], worker: Worker, memory: Memory = torch.zeros
 ) -> GradientBuckets:
-    """A bucket for each section, hooked up. memory: collective over the replicas if their node shares it."""
-    result = GradientBuckets([Bucket(section, memory(section.flat.size)) for section in sections], worker)
-    longest = max((section.owned for section in sections if section.sharded), default=0)
+    """A bucket for each flat buffer, hooked up. memory: collective over the replicas if their node shares it."""
+    result = GradientBuckets([Bucket(spec, memory(spec.buffer.size)) for spec in specs], worker)
+    longest = max((spec.owned for spec in specs if spec.sharded), default=0)
     result._scratch = next(iter(parameters.values())).new_empty(longest, dtype=torch.float32)
     for bucket in result.buckets:
         result.hook_up(bucket, parameters)
     return result
-
-
-def squares(arrays: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The sum of all squares, () float64 on the device of `like`, where the arrays are: a few kernels, and no wait."""
-    values = [x for x in arrays if x.numel()]
-    if not values:
-        return like.new_zeros((), dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(values)).double().square().sum()
-
-
-def taken_gradient(parameter: Tensor) -> Tensor:
-    """The parameter's .grad, which is gone from it: it has been, or will at once be, added to a sum."""
-    gradient = parameter.grad
-    assert gradient is not None
-    parameter.grad = None
-    return gradient

@@ -1,4 +1,4 @@
-"""One rank's optimizer: what it updates, how weights come to those who did not, what a checkpoint keeps.
+"""One rank's optimizer: from a run file to its parts, what they update, what a checkpoint keeps.
 
     shard              gradients        states, master     weights
     none               whole            whole              whole
@@ -6,44 +6,66 @@
     states+gradients   share            share              whole, gathered after each update           ZeRO-2
     all                share            share              share, gathered unit by unit when used      ZeRO-3
 
+    parameters --> shard specs --+--> gradients   wires["gradients"],  node-shared memory
+                                 +--> weights     wires["parameters"], node-shared memory
+                                 +--> shares: AdamW on what this rank owns
+
 Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models",
 arXiv:1910.02054, section 5.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
 from hpcllm.codecs import find_codec
-from hpcllm.collectives import chunk_range
-from hpcllm.config import OptimizerConfig
-from hpcllm.model.presence import Presence
+from hpcllm.collectives import Group, chunk_range, group_of, prepare, shared_zeros
+from hpcllm.collectives.group import make_group
+from hpcllm.collectives.tuning import Tuning
+from hpcllm.collectives.wire import Wire
+from hpcllm.collectives.worker import Worker
+from hpcllm.config.schema import Config, OptimizerConfig, traffic_codecs
+from hpcllm.errors import UserError
+from hpcllm.model.tensor_parallel import TensorParallel
+from hpcllm.model.unshard_hooks import UnshardHooks
+from hpcllm.mpi.mesh import Mesh
+from hpcllm.mpi.wait import Waits
+from hpcllm.mpi.watchdog import Watchdog
 from hpcllm.optim.adamw import Share, make_share
-from hpcllm.optim.pieces import Piece
-from hpcllm.optim.sections import Section
-from hpcllm.optim.weights import Weights
+from hpcllm.optim.buckets import Gradients, make_buckets
+from hpcllm.optim.flat_buffers import Piece
+from hpcllm.optim.gathered_weights import GatheredWeights, Weights, WholeWeights
+from hpcllm.optim.shard_spec import BucketPlan, Fill, Groups, ShardSpec, make_shard_specs
+from hpcllm.optim.sharded_gradients import make_sharded_gradients
+from hpcllm.optim.zero3 import Zero3Weights
+
+KINDS = ("gradients", "parameters")  # of traffic
 
 
 @dataclass
 class Optimizer:
-    shares: list[Share]  # one a section, in the order of a backward pass
+    """Updates this rank's shares of the weights and lets the replicas have them."""
+
+    shares: list[Share]  # one for each flat buffer, in the order of a backward pass
     weights: Weights
-    replica: int  # of
+    replica: int  # this rank's number among the replicas
     replicas: int
     updates: int = 0  # made so far
 
     @property
-    def presence(self) -> Presence:
-        """For the decoders of this rank."""
-        return self.weights.presence
+    def unshard_hooks(self) -> UnshardHooks:
+        """Hooks for the decoders of this rank."""
+        return self.weights.unshard_hooks
 
     def update(self, learning_rate: float, factor: float) -> None:
-        """AdamW with the gradients times `factor`; then replicas get each other's shares, in the background.
+        """Make an AdamW step with the gradients times `factor`; then gather the replicas' shares, in the background.
 
         Collective over the replicas.
         """
@@ -53,38 +75,125 @@ class Optimizer:
             self.weights.refresh(number, share.master)
 
     def settle(self) -> None:
-        """All weights that this rank holds are up to date when this returns."""
+        """Return when all weights that this rank holds are up to date."""
         self.weights.settle()
 
     def pieces_to_write(self) -> list[Piece]:
-        """What this rank writes to a checkpoint: the replicas together have each element once. Settles first."""
+        """Pieces that this rank writes to a checkpoint: all replicas' pieces have each element once. Settles first."""
         self.settle()
         pieces: list[Piece] = []
         for share in self.shares:
-            section = share.section
-            whole = chunk_range(section.flat.size, self.replicas, self.replica)
-            pieces += share.pieces(*((section.start, section.end) if section.sharded else whole))
+            spec = share.spec
+            whole = chunk_range(spec.buffer.size, self.replicas, self.replica)
+            pieces += share.pieces(*((spec.start, spec.end) if spec.sharded else whole))
         return pieces
 
     def pieces_to_read(self) -> list[Piece]:
-        """What this rank needs from a checkpoint, to be filled in place; then call `loaded`."""
+        """Pieces that this rank needs from a checkpoint, to be filled in place; then call `loaded`."""
         self.settle()
-        return [piece for share in self.shares for piece in share.pieces(share.section.start, share.section.end)]
+        return [piece for share in self.shares for piece in share.pieces(share.spec.start, share.spec.end)]
 
-    def owed(self) -> dict[str, Tensor]:
-        """What error feedback of the gradients' sums owes, by what it belongs to. The worker must be idle."""
-        return {what: surplus for share in self.shares for what, surplus in share.section.owed().items()}
+    def residuals(self) -> dict[str, Tensor]:
+        """Residuals of error feedback of the gradients, by what each belongs to. The worker must be idle."""
+        return {what: residual for share in self.shares for what, residual in share.spec.residuals().items()}
 
     def loaded(self, updates: int) -> None:
-        """The pieces were filled, with a state that has seen so many updates. Collective over the replicas."""
+        """Go on from pieces that were filled; their state has seen so many updates. Collective over the replicas."""
         self.updates = updates
         for share in self.shares:
             share.set_updates(updates)
         self.weights.restored()
 
 
-def make_optimizer(
-    sections: Sequence[Section],
+@dataclass(frozen=True)
+class Optimization:
+    """All of a rank that stands between its backward pass and its next forward pass."""
+
+    gradients: Gradients
+    optimizer: Optimizer
+    worker: Worker
+    wires: Mapping[str, Wire]  # by kind of traffic
+    own_groups: tuple[Group, ...]  # groups that are freed with no communicator
+
+    def close(self) -> None:
+        """Return when nothing is under way any more, and free what was taken. Collective over the mesh."""
+        self.worker.close()
+        for group in self.own_groups:
+            group.free()
+
+
+def make_optimization(
+    config: Config,
+    mesh: Mesh,
+    parameters: Mapping[str, nn.Parameter],
+    fill: Fill,
+    additions: Mapping[str, int],
+    shared: str | None,
+    tp: TensorParallel,
+    tuning: Tuning | None,
+    watchdog: Watchdog,
+) -> Optimization:
+    """Gradients and optimizer of one rank as the run file's shard level says. Collective over the mesh.
+
+    parameters: of this rank, in forward order, without values: `fill` writes those where the shard level puts them.
+    additions, shared: see make_shard_specs.
+    """
+    shard, codecs = config.optimizer.shard, traffic_codecs(config.communication)
+    device = next(iter(parameters.values())).device
+    wires = {kind: Wire(Waits(config.limits.stall_s, observer=watchdog)) for kind in KINDS}
+    # sums over tp have messages of their own: the layers' travel at the same time, from another thread
+    over_tp = make_group(mesh.tp) if tp.sequence else None
+    groups = Groups(group_of(mesh.dp), group_of(mesh.ends), over_tp)
+    gathering = make_group(mesh.dp) if shard != "none" else None
+    for group in (groups.replicas, groups.ends, over_tp, gathering):
+        if group:
+            group.wire = wires["parameters" if group is gathering else "gradients"]
+            group.use_tuning(tuning)
+            prepare(group, device.type == "cpu")  # before it moves to a thread of its own
+    plan = BucketPlan(
+        bucket_bytes=config.communication.bucket_mib * 2**20,
+        codec=codecs["gradients"],
+        exact=config.communication.exact,
+        algorithm=config.communication.algorithm,
+        seed=config.run.seed,
+        shard=shard,
+        device=device,
+    )
+    specs = make_shard_specs(parameters, additions, shared, plan, groups, tp)
+    worker = Worker(device=device)
+    gradients: Gradients
+    if shard in ("none", "states"):
+        memory = partial(_zeros, dtype=torch.float32, group=groups.replicas, device=device)
+        gradients = make_buckets(specs, parameters, worker, memory)
+    else:
+        gradients = make_sharded_gradients(specs, parameters, worker)
+    weights = _make_weights(shard, specs, parameters, fill, codecs["parameters"], gathering, worker, device)
+    optimizer = _make_optimizer(
+        specs, parameters, gradients.shares, weights, codecs["parameters"], mesh.dp, config.optimizer
+    )
+    return Optimization(gradients, optimizer, worker, wires, tuple(group for group in (over_tp, gathering) if group))
+
+
+def _make_weights(
+    shard: str,
+    specs: Sequence[ShardSpec],
+    parameters: Mapping[str, nn.Parameter],
+    fill: Fill,
+    codec: str,
+    gathering: Group | None,
+    worker: Worker,
+    device: torch.device,
+) -> Weights:
+    if gathering is None:
+        return WholeWeights(specs, parameters, fill)
+    if shard == "all":
+        return Zero3Weights(specs, parameters, fill, codec, gathering, worker)
+    memory = partial(_zeros, group=gathering, device=device)
+    return GatheredWeights(specs, parameters, fill, codec, gathering, worker, memory)
+
+
+def _make_optimizer(
+    specs: Sequence[ShardSpec],
     parameters: Mapping[str, nn.Parameter],
     gradients: Sequence[Tensor],
     weights: Weights,
@@ -92,7 +201,7 @@ def make_optimizer(
     dp: MPI.Intracomm,
     config: OptimizerConfig,
 ) -> Optimizer:
-    """gradients: of each section, the memory of the sums that this rank owns. codec: of parameters, by name.
+    """gradients: for each flat buffer, the memory of the sums that this rank owns. codec: of parameters, by name.
 
     Master weights are kept where the model's are of 16 bits, or replicas hold what a lossy codec made of them.
     """
@@ -100,15 +209,20 @@ def make_optimizer(
     dtype = next(iter(parameters.values())).dtype
     is_lossy = config.shard in ("states", "states+gradients") and not find_codec(codec, dtype).lossless
     keeps_master = dtype != torch.float32 or is_lossy
+    shares = [
+        make_share(spec, partial(weights.owned, number), sums, keeps_master, matrices.__contains__, config)
+        for number, (spec, sums) in enumerate(zip(specs, gradients, strict=True))
+    ]
+    return Optimizer(shares, weights, dp.rank, dp.size)
 
-    def share(number: int) -> Share:
-        return make_share(
-            sections[number],
-            lambda part: weights.owned(number, part),
-            gradients[number],
-            keeps_master,
-            matrices.__contains__,
-            config,
-        )
 
-    return Optimizer([share(number) for number in range(len(sections))], weights, dp.rank, dp.size)
+def _zeros(n: int, dtype: torch.dtype, group: Group, device: torch.device) -> torch.Tensor:
+    """(n,) zeros, on the CPU where the ranks of a node can sum and gather them in place. Collective over the group."""
+    if group.node.size == 1 or device.type != "cpu":
+        return torch.zeros(n, dtype=dtype, device=device)
+    try:
+        return shared_zeros(n, group, dtype)
+    except UserError as error:  # a small /dev/shm, as in many containers: slower, for copies through a small window
+        if group.rank == 0:
+            print(f"hpcllm: arrays lie in private memory, and their sums take longer: {error}", file=sys.stderr)
+        return torch.zeros(n, dtype=dtype)

@@ -7,34 +7,32 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 
 from hpcllm.errors import ConfigError, HpcllmError
+from hpcllm.system.job import StopSignals, run_job, run_with_or_without_mpi
 
-ARGUMENTS = "hpcllm.perf.arguments"
-COLLECTIVE = ("hpcllm.perf.collective", ARGUMENTS, "add_collective_arguments")
-COMMANDS = {  # name: (help, (module that runs it, module of its arguments, function that adds them))
+COLLECTIVE = ("collective", "add_collective_arguments")
+COMMANDS = {  # name: (help, (module that runs it, function that adds its options))
     "allreduce": ("time the sum of every rank's array on every rank", COLLECTIVE),
     "reduce_scatter": ("time the sum of every rank's array, each rank its part", COLLECTIVE),
     "allgather": ("time every rank's part on every rank", COLLECTIVE),
     "alltoall": ("time another block from every rank to every rank", COLLECTIVE),
     "broadcast": ("time one rank's array on every rank", COLLECTIVE),
-    "p2p": ("time messages between two ranks", ("hpcllm.perf.p2p", ARGUMENTS, "add_arguments")),
-    "codec": ("time encode and decode in one process", ("hpcllm.perf.codec", ARGUMENTS, "add_codec_arguments")),
-    "step": ("time training steps", ("hpcllm.perf.step", ARGUMENTS, "add_step_arguments")),
-    "tune": ("measure this allocation for `auto`", ("hpcllm.perf.tune",) * 2 + ("add_arguments",)),
-    "plot": ("draw saved records, or print them as Markdown", ("", "hpcllm.perf.picture", "add_arguments")),
+    "p2p": ("time messages between two ranks", ("p2p", "add_p2p_arguments")),
+    "codec": ("time encode and decode in one process", ("codec", "add_codec_arguments")),
+    "step": ("time training steps", ("step", "add_step_arguments")),
+    "tune": ("measure this allocation for `auto`", ("tune", "add_tune_arguments")),
+    "plot": ("draw saved records, or print them as Markdown", ("", "add_plot_arguments")),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run one command, return its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
-    arguments = _parser(words[0] if words else "").parse_args(words)
     try:
-        code: int = _runner(arguments.command)(arguments)
+        code = _parse_and_run(words)
         sys.stdout.flush()
         return code
     except HpcllmError as error:
@@ -45,36 +43,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _parse_and_run(words: list[str]) -> int:
+    try:
+        arguments = _parser(words[0] if words else "").parse_args(words)
+    except ConfigError as error:
+        rejected = error
+
+        def fail(_: object) -> int:
+            raise rejected
+
+        return run_with_or_without_mpi(fail)  # all ranks made the same mistake: it is said once
+    if arguments.command == "plot":
+        return _plot(arguments)
+    return (_step_or_tune if arguments.command in ("step", "tune") else _measure)(arguments)
+
+
 def _parser(command: str) -> argparse.ArgumentParser:
-    """Of all commands; only the one that is asked for gets its arguments, as it brings its modules."""
+    """Parser of all commands; only the requested one gets its options, as they bring modules."""
     parser = argparse.ArgumentParser(
         prog="python -m hpcllm.perf",
         description="Measure the collectives, codecs and links of this allocation.",
         epilog="In a batch job: srun python -m hpcllm.perf allreduce --json allreduce.json --plot allreduce.png",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
-    for name, (summary, (_, module, function)) in COMMANDS.items():
+    for name, (summary, (_, add_options)) in COMMANDS.items():
         own = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
         if name == command:
-            getattr(import_module(module), function)(own)
+            getattr(import_module("hpcllm.perf.arguments"), add_options)(own)
     return parser
 
 
-def _runner(command: str) -> Callable[[argparse.Namespace], int]:
-    if command == "plot":
-        return _plot
-    return _step_or_tune if command in ("step", "tune") else _measure
-
-
 def _measure(arguments: argparse.Namespace) -> int:
-    from hpcllm.binding import bind_job
-    from hpcllm.job import StopSignals, run_job
     from hpcllm.perf.arguments import options_of
+    from hpcllm.system.affinity import set_affinity_of_job
 
     def job(world) -> int:  # type: ignore[no-untyped-def]
         options = options_of(arguments)
-        bind_job(world)
-        module = import_module(COMMANDS[arguments.command][1][0])
+        set_affinity_of_job(world)
+        module = import_module(f"hpcllm.perf.{COMMANDS[arguments.command][1][0]}")
         code: int = module.run(arguments.command, options, world, lambda: bool(signals.received))
         if signals.received and world.rank == 0:
             print(f"hpcllm: stopped by {signals.received}; what is above was measured", file=sys.stderr)
@@ -88,13 +94,12 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 def _step_or_tune(arguments: argparse.Namespace) -> int:
-    from hpcllm.binding import bind_job
-    from hpcllm.job import run_job
+    from hpcllm.system.affinity import set_affinity_of_job
 
-    module = import_module(COMMANDS[arguments.command][1][0])
+    module = import_module(f"hpcllm.perf.{COMMANDS[arguments.command][1][0]}")
 
     def job(world) -> int:  # type: ignore[no-untyped-def]
-        bind_job(world)
+        set_affinity_of_job(world)
         code: int = module.run(arguments, world)
         return code
 
@@ -102,21 +107,18 @@ def _step_or_tune(arguments: argparse.Namespace) -> int:
 
 
 def _plot(arguments: argparse.Namespace) -> int:
-    """Without MPI: on a login node, too."""
-    from hpcllm.perf.arguments import picture_path
+    """Draw or print saved records, without MPI: on a login node, too."""
     from hpcllm.perf.picture import draw
-    from hpcllm.perf.records import check_writable, read_json
-    from hpcllm.perf.table import markdown
+    from hpcllm.perf.records import check_writable, markdown, read_json
 
     if not arguments.output and not arguments.markdown:
         raise ConfigError("plot: nothing to do; valid: -o PICTURE.png, --markdown, or both")
-    picture = picture_path(arguments.output) if arguments.output else None
-    check_writable(picture)
-    records = [record for path in arguments.files for record in read_json(Path(path))]
+    check_writable(arguments.output)
+    records = [record for path in arguments.files for record in read_json(path)]
     if arguments.markdown:
         print(markdown(records), end="")
-    if picture:
-        draw(records, picture)
+    if arguments.output:
+        draw(records, arguments.output)
     return 0
 
 

@@ -1,18 +1,23 @@
-"""The command line of a measurement, checked once. Pure: no torch, no MPI."""
+"""The command lines of all commands: options, and `type=` functions that check each value once. Pure: no torch, no MPI.
+
+A value that is not valid raises ConfigError with the option, the value and what is valid; __main__.py says it once,
+however many ranks made the same mistake.
+"""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from hpcllm.codecs.names import examples, parse_name
+from hpcllm.collectives.cost import COSTS
+from hpcllm.config.policies import POLICIES
 from hpcllm.errors import ConfigError
-from hpcllm.policy import POLICIES
+from hpcllm.plotting import picture_path
 
 UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -21,13 +26,13 @@ SIZES_ARE = (
     "Sizes are bytes of uncompressed data, as OSU counts: of the whole array for allreduce, reduce_scatter and "
     "broadcast, of the part that each rank contributes for allgather, of the block for each rank for alltoall."
 )
-PICTURES = (".png", ".svg")
 ALL_CODECS = "raw,bf16,fp16,fp8,int8:256,int4:128,exp,zfp:8,zfp:16,mpc"
+TUNE_CODECS, TUNE_SIZES = "int8:256,exp", "4K,64K,1M,16M"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. The text forms are on the command line, see add_arguments."""
+    """Options of a measurement, as the command line gives them. Raises ConfigError."""
 
     sizes: tuple[int, ...]  # bytes
     codecs: tuple[str, ...]
@@ -44,57 +49,72 @@ class Options:
     json: Path | None = None  # Path("-"): standard output
     plot: Path | None = None
 
+    def __post_init__(self) -> None:
+        check_sizes(self.sizes, VALUE_BYTES[self.dtype])
+
     def rounds(self, size_bytes: int) -> int:
         """Timed iterations: many of what is short and scatters, at least 7 of anything."""
         return self.iterations or min(200, max(7, (64 << 20) // max(1, size_bytes)))
 
 
-def add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the records as JSON; - for standard output, and only that"
-    )
-    parser.add_argument("--plot", metavar="FILE", help="draw them: .png or .svg (needs the extra `plot`)")
+def options_of(arguments: argparse.Namespace) -> Options:
+    """Options of a parsed command line. Raises ConfigError."""
+    given = vars(arguments)
+    return Options(**{field.name: given[field.name] for field in fields(Options) if field.name in given})
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What p2p takes, and part of every other measurement."""
+def add_p2p_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of p2p, which the collectives take too."""
     _add_common(parser, sizes="1K:64M", codecs="raw")
-    parser.add_argument("--bandwidth", metavar="GB/S", help="of the link, for the bound; default: measured first")
-    _add_device(parser)
+    parser.add_argument(
+        "--bandwidth",
+        metavar="GB/S",
+        type=bandwidth,
+        dest="bandwidth_gb_s",
+        help="of the link, for the bound; default: measured first",
+    )
     parser.add_argument(
         "--gpu-aware",
         metavar="auto|yes|no",
+        type=one_of("gpu-aware", ("auto", "yes", "no")),
         default="auto",
         help="gpu: may MPI read the device's memory; auto: tried out (default: auto)",
     )
 
 
 def add_codec_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of codec."""
     _add_common(parser, sizes="64K,1M,16M", codecs=ALL_CODECS)
-    _add_device(parser)
 
 
 def add_collective_arguments(parser: argparse.ArgumentParser) -> None:
-    add_arguments(parser)
+    """Add the options of allreduce, reduce_scatter, allgather, alltoall and broadcast."""
+    add_p2p_arguments(parser)
     parser.epilog = SIZES_ARE
     parser.add_argument(
         "--algorithms",
         metavar="LIST",
+        type=names("algorithms"),
+        default=(),
         help="names with commas, or all; mpi is the library's bare blocking call, native ours to the library",
     )
     parser.add_argument(
         "--memory",
         metavar="private|shared",
+        type=one_of("memory", ("private", "shared")),
         default="private",
         help="shared: arrays in the node's shared memory, as the trainer holds its gradients (default: private)",
     )
     parser.add_argument(
         "--check", action="store_true", help="compare every value with a float64 sum; exit code 1 if off"
     )
-    parser.add_argument("--tuning", metavar="FILE", help="tuning.toml for the algorithm auto, from the command tune")
+    parser.add_argument(
+        "--tuning", metavar="FILE", type=Path, help="tuning.toml for the algorithm auto, from the command tune"
+    )
 
 
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of step."""
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN.toml", help="a run file, as for `hpcllm train`")
     parser.add_argument(
         "--calibrate",
@@ -108,56 +128,148 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override a key, as for train"
     )
     parser.add_argument(
-        "--policies", default="none,hpcllm", metavar="LIST", help=f"with commas, of {', '.join(POLICIES)}"
+        "--policies",
+        type=names("policies", POLICIES),
+        default="none,hpcllm",
+        metavar="LIST",
+        help=f"with commas, of {', '.join(POLICIES)}",
     )
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed steps of each policy (default: 10)")
-    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before them (default: 2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records as JSON")
+    _add_count(parser, "steps", "timed steps of each policy (default: 10)", default=10, least=1)
+    _add_count(parser, "warmup", "steps before them (default: 2)", default=2)
+    _add_json(parser)
+
+
+def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of tune."""
+    parser.description = (
+        "Measure links, codecs and the MPI library (a few seconds), write them to a file that [communication] tuning "
+        "and --tuning read, then time what would be chosen beside all else."
+    )
+    parser.add_argument("--output", type=Path, default=Path("tuning.toml"), metavar="FILE", help="default: tuning.toml")
+    parser.add_argument(
+        "--codecs",
+        type=codec_names,
+        default=TUNE_CODECS,
+        metavar="LIST",
+        help=f"requested in the table, beside raw (default: {TUNE_CODECS})",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=lambda text: parse_sizes(text, VALUE_BYTES["float32"]),
+        default=TUNE_SIZES,
+        metavar="A:B",
+        help=f"of whole arrays, 1K:256M or a list (default: {TUNE_SIZES})",
+    )
+    parser.add_argument(
+        "--operations",
+        type=names("operations", COSTS),
+        default=",".join(COSTS),
+        metavar="LIST",
+        help="default: all five",
+    )
+    parser.add_argument("--rates-only", action="store_true", help="write the file and time no collectives")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON, and nothing else")
+
+
+def add_plot_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of plot."""
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="RECORDS.json", help="what --json wrote, of one or several runs"
+    )
+    parser.add_argument("-o", "--output", type=picture_path, metavar="FILE", help="the picture: .png or .svg")
+    parser.add_argument("--markdown", action="store_true", help="print the records as Markdown tables")
 
 
 def _add_common(parser: argparse.ArgumentParser, sizes: str, codecs: str) -> None:
     parser.add_argument(
         "--sizes",
         metavar="A:B",
+        type=parse_sizes,
         default=sizes,
         help=f"1K:256M, powers of two between, or a list 64K,1M; K, M, G are powers of 1024 (default: {sizes})",
     )
-    parser.add_argument("--codecs", metavar="LIST", default=codecs, help=f"names with commas (default: {codecs})")
-    parser.add_argument("--dtype", default="float32", metavar="NAME", help="float32 (default), bfloat16 or float16")
-    parser.add_argument("--iterations", metavar="N", default="0", help="timed ones of each case (default: by size)")
-    parser.add_argument("--warmup", metavar="N", default="2", help="iterations before the timed ones (default: 2)")
-    add_output(parser)
-
-
-def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--codecs", metavar="LIST", type=codec_names, default=codecs, help=f"names with commas (default: {codecs})"
+    )
+    parser.add_argument(
+        "--dtype",
+        type=one_of("dtype", VALUE_BYTES),
+        default="float32",
+        metavar="NAME",
+        help="float32 (default), bfloat16 or float16",
+    )
+    _add_count(parser, "iterations", "timed ones of each case (default: by size)", default=0)
+    _add_count(parser, "warmup", "iterations before the timed ones (default: 2)", default=2)
+    _add_json(parser)
+    parser.add_argument(
+        "--plot", metavar="FILE", type=picture_path, help="draw them: .png or .svg (needs the extra `plot`)"
+    )
     parser.add_argument(
         "--device",
         metavar="cpu|gpu",
+        type=one_of("device", ("cpu", "gpu")),
         default="cpu",
         help="where the arrays live; gpu: one device a rank, of CUDA, ROCm or XPU (default: cpu)",
     )
 
 
-def options_of(arguments: argparse.Namespace) -> Options:
-    """Raises ConfigError: the key, the value, what is valid."""
-    given = vars(arguments)
-    dtype = _one_of("dtype", given["dtype"], VALUE_BYTES)
-    return Options(
-        sizes=tuple(parse_sizes(given["sizes"], VALUE_BYTES[dtype])),
-        codecs=tuple(dict.fromkeys(_codec(name) for name in _names("codecs", given["codecs"]))),
-        algorithms=tuple(dict.fromkeys(_names("algorithms", given["algorithms"]))) if given.get("algorithms") else (),
-        dtype=dtype,
-        device=_one_of("device", given.get("device", "cpu"), ("cpu", "gpu")),
-        gpu_aware=_one_of("gpu-aware", given.get("gpu_aware", "auto"), ("auto", "yes", "no")),
-        memory=_one_of("memory", given.get("memory", "private"), ("private", "shared")),
-        iterations=_count("iterations", given["iterations"]),
-        warmup=_count("warmup", given["warmup"]),
-        check=given.get("check", False),
-        tuning=Path(given["tuning"]) if given.get("tuning") else None,
-        bandwidth_gb_s=_positive("bandwidth", given["bandwidth"]) if given.get("bandwidth") else None,
-        json=Path(given["json"]) if given["json"] else None,
-        plot=picture_path(given["plot"]) if given["plot"] else None,
-    )
+def _add_count(parser: argparse.ArgumentParser, key: str, help_text: str, default: int, least: int = 0) -> None:
+    def count(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) < least:
+            raise ConfigError(f"--{key} {text!r} is no count; valid: a whole number from {least}")
+        return int(text)
+
+    parser.add_argument(f"--{key}", metavar="N", type=count, default=default, help=help_text)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    words = "write the records as JSON; - for standard output, and only that"
+    parser.add_argument("--json", metavar="FILE", type=Path, help=words)
+
+
+def names(key: str, valid: Collection[str] = ()) -> Callable[[str], tuple[str, ...]]:
+    """A type= function: 'a,b' -> ('a', 'b'), each once, in their order. valid: all names there are, if known."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        found = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+        if "" in found:
+            raise ConfigError(f"--{key} {text!r} has an empty name; valid: names with commas between")
+        for name in found:
+            if valid and name not in valid:
+                raise ConfigError(f"--{key} {name!r} is unknown; valid: {', '.join(valid)}")
+        return found
+
+    return parse
+
+
+def one_of(key: str, valid: Collection[str]) -> Callable[[str], str]:
+    """A type= function: one of the valid names. (`choices` would say a mistake once a rank.)"""
+
+    def parse(text: str) -> str:
+        if text not in valid:
+            raise ConfigError(f"--{key} {text!r} is unknown; valid: {', '.join(valid)}")
+        return text
+
+    return parse
+
+
+def codec_names(text: str) -> tuple[str, ...]:
+    """Spell out codecs, 'int8,raw' -> ('int8:256', 'raw'), each once. Raises ConfigError."""
+    try:
+        return tuple(dict.fromkeys(str(parse_name(name)) for name in names("codecs")(text)))
+    except ValueError as error:
+        raise ConfigError(f"--codecs: {error} (one of each kind: {', '.join(examples())})") from error
+
+
+def bandwidth(text: str) -> float:
+    """GB/s of a link. Raises ConfigError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ConfigError(f"--bandwidth {text!r} is no bandwidth; valid: GB/s above 0, as in 0.125 for 1 Gbit/s")
+    return value
 
 
 def parse_size(text: str) -> int:
@@ -169,16 +281,22 @@ def parse_size(text: str) -> int:
     return size
 
 
-def parse_sizes(text: str, value_bytes: int) -> list[int]:
+def parse_sizes(text: str, value_bytes: int = 1) -> tuple[int, ...]:
     """'1K:1M,3M' -> ascending bytes, each once, each a whole number of values. Raises ConfigError."""
     sizes: set[int] = set()
-    for part in _names("sizes", text):
+    for part in names("sizes")(text):
         first, colon, last = part.partition(":")
         sizes.update(_doublings(part, parse_size(first), parse_size(last)) if colon else [parse_size(first)])
-    odd = [size for size in sorted(sizes) if size % value_bytes]
+    found = tuple(sorted(sizes))
+    check_sizes(found, value_bytes)
+    return found
+
+
+def check_sizes(sizes: Iterable[int], value_bytes: int) -> None:
+    """Raise ConfigError for a size that is no whole number of values."""
+    odd = [size for size in sizes if size % value_bytes]
     if odd:
-        raise ConfigError(f"--sizes {text!r}: {odd[0]} bytes are no whole number of values of {value_bytes} bytes")
-    return sorted(sizes)
+        raise ConfigError(f"--sizes: {odd[0]} bytes are no whole number of values of {value_bytes} bytes")
 
 
 def _doublings(text: str, first: int, last: int) -> Iterable[int]:
@@ -186,49 +304,3 @@ def _doublings(text: str, first: int, last: int) -> Iterable[int]:
     if last < first:
         raise ConfigError(f"--sizes {text!r}: the first is above the last; valid: 1K:64M")
     return [*(first << k for k in range((last // first).bit_length())), last]
-
-
-def picture_path(text: str) -> Path:
-    """The path of a picture that can be drawn here. Raises ConfigError."""
-    path = Path(text)
-    if path.suffix.lower() not in PICTURES:
-        raise ConfigError(f"a picture {text!r} cannot be drawn; valid: a name that ends in {' or '.join(PICTURES)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"drawing {text!r} needs matplotlib: pip install 'hpcllm[plot]'")
-    return path
-
-
-def _names(key: str, text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if "" in names:
-        raise ConfigError(f"--{key} {text!r} has an empty name; valid: names with commas between")
-    return names
-
-
-def _codec(name: str) -> str:
-    try:
-        return str(parse_name(name))
-    except ValueError as error:
-        raise ConfigError(f"--codecs: {error} (one of each kind: {', '.join(examples())})") from error
-
-
-def _one_of(key: str, value: str, valid: Iterable[str]) -> str:
-    if value not in valid:
-        raise ConfigError(f"--{key} {value!r} is unknown; valid: {', '.join(valid)}")
-    return value
-
-
-def _count(key: str, text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise ConfigError(f"--{key} {text!r} is no count; valid: a whole number from 0")
-    return int(text)
-
-
-def _positive(key: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ConfigError(f"--{key} {text!r} is no bandwidth; valid: GB/s above 0, as in 0.125 for 1 Gbit/s")
-    return value

@@ -1,4 +1,4 @@
-"""The arrays of one operation at one size, with fresh data in them: what a front door is called with.
+"""The arrays of one operation at one size, with fresh data in them, and the calls that are timed on them.
 
                x, left as it was or summed into            out
 allreduce      (size,)                                     x
@@ -6,6 +6,10 @@ reduce_scatter (size,)                                     (this rank's chunk,)
 allgather      (size,)                                     (ranks * size,)
 alltoall       (ranks * size,)                             (ranks * size,)
 broadcast      (size,)                                     x
+
+All algorithms go through hpcllm.collectives as a caller would, but `mpi`: the library's own blocking collective through
+mpi4py and nothing of ours, the baseline of every comparison. The algorithm `native` is the same collective as our
+callers get it: nonblocking, with a time limit.
 """
 
 from __future__ import annotations
@@ -13,14 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from mpi4py import MPI
 
 from hpcllm.codecs import Codec
 from hpcllm.collectives import operations
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.window import free_shared, shared_zeros
-from hpcllm.device import synchronize
-from hpcllm.perf.library import library_call
+from hpcllm.mpi import buffers
+from hpcllm.mpi.message_memory import mpi_reads_devices
 from hpcllm.perf.values import pattern, unroll
+from hpcllm.system.device import synchronize
 
 CPU = torch.device("cpu")
 LIBRARY = "mpi"  # the algorithm that is not ours
@@ -57,7 +63,7 @@ class Arrays:
 
     @property
     def planned(self) -> int:
-        """Values that select.plan counts: of x, for an all-gather of what it brings together."""
+        """Values that auto.plan counts: of x, for an all-gather of what it brings together."""
         return self.out.numel() if self.operation == "allgather" else self.x.numel()
 
     def refresh(self) -> None:
@@ -89,3 +95,35 @@ class Arrays:
 
     def _zeros(self, n: int, dtype: torch.dtype) -> torch.Tensor:
         return shared_zeros(n, self.group, dtype) if self.shared else torch.zeros(n, dtype=dtype, device=self.device)
+
+
+def library_call(
+    operation: str, x: torch.Tensor, out: torch.Tensor, codec: Codec, comm: MPI.Intracomm
+) -> Callable[[], None]:
+    """A call without arguments. x, out: as the front doors take them. Raises ValueError for what MPI cannot do.
+
+    An array on a device must be complete when it is called: the library knows nothing of the device's streams.
+    """
+    if codec.name != "raw":
+        raise ValueError(f"the MPI library takes raw arrays, not {codec.name}")
+    if not (x.is_cpu or mpi_reads_devices()):
+        raise ValueError(f"this MPI library cannot read memory of {x.device}")
+    if operation in ("allreduce", "reduce_scatter"):
+        return _sum(operation, x, out, comm)
+    send, receive = ([buffers.as_buffer(tensor), MPI.BYTE] for tensor in (x, out))
+    if operation == "allgather":
+        return lambda: comm.Allgather(send, receive)
+    if operation == "alltoall":
+        return lambda: comm.Alltoall(send, receive)
+    return lambda: comm.Bcast(send, root=0)
+
+
+def _sum(operation: str, x: torch.Tensor, out: torch.Tensor, comm: MPI.Intracomm) -> Callable[[], None]:
+    if x.dtype != torch.float32:
+        raise ValueError(f"MPI adds up float32, it has no portable {x.dtype}")
+    send, receive = ([buffers.as_buffer(tensor), MPI.FLOAT] for tensor in (x, out))
+    if operation == "allreduce":
+        return lambda: comm.Allreduce(MPI.IN_PLACE, send)
+    ends = [x.numel() * rank // comm.size for rank in range(comm.size + 1)]
+    counts = [ends[rank + 1] - ends[rank] for rank in range(comm.size)]
+    return lambda: comm.Reduce_scatter(send, receive, counts)

@@ -24,19 +24,19 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpcllm import device as devices
 from hpcllm.collectives import allgather, allreduce, chunk_range, group_of, reduce_scatter, shared_zeros
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.measure import measure
 from hpcllm.collectives.tuning import Tuning, to_text
 from hpcllm.errors import ConfigError
-from hpcllm.hardware.memory import find_memory
+from hpcllm.mpi.collective_errors import on_root
 from hpcllm.perf.kernels import CPU, DEVICE, Bench, Extent, measured_kernels
-from hpcllm.perf.machine import library_name
 from hpcllm.perf.records import check_writable, write_whole
+from hpcllm.perf.session import library_name
 from hpcllm.plan.time.kernel_times import PRECISIONS
-from hpcllm.precision import DTYPES
-from hpcllm.together import on_root
+from hpcllm.system import device as devices
+from hpcllm.system.device import torch_dtype
+from hpcllm.system.hardware.node import find_memory
 
 SUM_VALUES = (1 << 8, 1 << 14, 1 << 18, 1 << 22)  # of arrays in shared memory: a norm's up to a bucket's
 SETS = 4  # of the largest: more than caches hold
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
         raise ConfigError("--calibrate needs --json FILE: where what was measured goes, for `plan --calibrate FILE`")
     on_root(comm, lambda: check_writable(arguments.json))
     group = group_of(comm)
-    device = devices.choose("auto", devices.slot(group.node.rank))
+    device = devices.choose_device("auto", devices.local_rank(group.node.rank))
     precisions = _precisions(arguments.precisions, device)
     results = calibrate(group, device, precisions, CPU if device.type == "cpu" else DEVICE)
     on_root(comm, lambda: write_whole(arguments.json, json.dumps(results) + "\n"))
@@ -58,11 +58,11 @@ def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
 
 
 def calibrate(group: Group, device: torch.device, precisions: list[str], extent: Extent) -> dict[str, Any]:
-    """What a results file holds. Collective over group."""
+    """Contents of a results file. Collective over group."""
     facts = _facts(group, device)
     kernels = {}
     for precision in precisions:
-        kernels[precision] = measured_kernels(Bench(group.comm, device, DTYPES[precision], extent))
+        kernels[precision] = measured_kernels(Bench(group.comm, device, torch_dtype(precision), extent))
     if group.size > 1 and group.nodes == 1 and device.type == "cpu" and "fp32" in kernels:
         kernels["fp32"]["curves"] |= _shared_sums(Bench(group.comm, device, torch.float32, extent), group)
     tuning = Tuning(measure(group), {key: facts[key] for key in ("machine", "library", "date", "ranks", "nodes")})
@@ -70,7 +70,7 @@ def calibrate(group: Group, device: torch.device, precisions: list[str], extent:
 
 
 def _facts(group: Group, device: torch.device) -> dict[str, Any]:
-    found = devices.facts(device)
+    found = devices.device_facts(device)
     ranks = max(group.node_sizes)
     memory_bytes = found.memory_bytes or find_memory().usable_bytes // ranks
     return {
@@ -99,7 +99,7 @@ def _shared_sums(bench: Bench, group: Group) -> dict[str, dict[str, list[float]]
 
 
 def _maker(name: str, memory: torch.Tensor, n: int, group: Group) -> Callable[[], Callable[[], object]]:
-    """Of arrays one after another in memory, from its start again where it ends."""
+    """Maker of calls on arrays one after another in memory, from its start again where it ends."""
     places = itertools.cycle(range(memory.numel() // n))
     start, end = chunk_range(n, group.size, group.rank)
 
@@ -118,7 +118,7 @@ def _maker(name: str, memory: torch.Tensor, n: int, group: Group) -> Callable[[]
 
 
 def _precisions(text: str, device: torch.device) -> list[str]:
-    """Raises ConfigError."""
+    """Names of the precisions to measure. Raises ConfigError."""
     names = text.split(",") if text else ["fp32"] if device.type == "cpu" else ["fp32", "bf16"]
     for name in names:
         if name not in PRECISIONS:

@@ -19,15 +19,13 @@ from mpi4py import MPI
 
 from hpcllm.codecs import Codec, find_codec
 from hpcllm.collectives import group_of
-from hpcllm.device import synchronize
 from hpcllm.errors import ConfigError
 from hpcllm.perf.arguments import VALUE_BYTES, Options
-from hpcllm.perf.check import distance
-from hpcllm.perf.machine import VALUE_TYPES, check_memory, facts, find_device, library_name
 from hpcllm.perf.records import Record, finite
-from hpcllm.perf.report import Report
+from hpcllm.perf.session import VALUE_TYPES, Report, check_memory, facts, find_device, library_name
 from hpcllm.perf.timing import Case, Seconds, in_turns, meet
-from hpcllm.perf.values import expected, pattern, unroll
+from hpcllm.perf.values import distance, expected, pattern, unroll
+from hpcllm.system.device import synchronize
 
 
 @dataclass(frozen=True)

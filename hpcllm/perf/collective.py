@@ -19,23 +19,20 @@ import torch
 from mpi4py import MPI
 
 from hpcllm.codecs import Codec, find_codec
-from hpcllm.collectives import group_of, operations, select
-from hpcllm.collectives.choice import candidates
+from hpcllm.collectives import auto, group_of, operations
 from hpcllm.collectives.group import Group
+from hpcllm.collectives.selection import candidates
 from hpcllm.collectives.tuning import load_tuning
 from hpcllm.errors import ConfigError
+from hpcllm.mpi.collective_errors import on_root
+from hpcllm.mpi.wait import Waits
 from hpcllm.perf.arguments import VALUE_BYTES, Options
 from hpcllm.perf.arrays import CPU, LIBRARY, Arrays, lengths
-from hpcllm.perf.check import distance, same_bits
-from hpcllm.perf.limits import bound_s, bus_factor
-from hpcllm.perf.machine import VALUE_TYPES, check_memory, facts, library_name, open_device
 from hpcllm.perf.p2p import measure_link
-from hpcllm.perf.records import Record, finite
-from hpcllm.perf.report import Report
+from hpcllm.perf.records import Record, bound_s, bus_factor, finite
+from hpcllm.perf.session import VALUE_TYPES, Report, check_memory, facts, library_name, open_device
 from hpcllm.perf.timing import LIMIT_S, Case, Seconds, in_turns, meet
-from hpcllm.perf.values import codec_ratio, expected
-from hpcllm.together import on_root
-from hpcllm.waiting import Waits
+from hpcllm.perf.values import codec_ratio, distance, expected, same_bits
 
 FIRST = (LIBRARY, "native", "auto")
 REPLICATED = ("allreduce", "allgather", "broadcast")  # all ranks end with the same
@@ -53,7 +50,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Quality:
-    """Of one way at one size."""
+    """Quality of the result of one way at one size."""
 
     rel_error: float
     ratio: float
@@ -63,7 +60,7 @@ class Quality:
 
 @dataclass(frozen=True)
 class Bench:
-    """What stays the same over the sizes."""
+    """Settings that stay the same over the sizes."""
 
     operation: str
     options: Options
@@ -117,27 +114,27 @@ def measure(bench: Bench, size_bytes: int) -> tuple[list[Record], list[str]]:
 
 
 def find_ways(operation: str, options: Options, group: Group, device: torch.device = CPU) -> list[Way]:
-    """Each asked algorithm with each codec that it can carry, found out by trying. Collective. Raises ConfigError."""
-    ways = _asked_ways(operation, options, group, device)
+    """Each requested algorithm with each codec that it carries, found out by trying. Collective. Raises ConfigError."""
+    ways = _requested_ways(operation, options, group, device)
     arrays = Arrays(operation, PROBE_VALUES, VALUE_TYPES[options.dtype], group, device)
-    kept, refusals = [], []
+    kept, left_out = [], []
     for way in ways:
         arrays.refresh()
         try:
             arrays.call(way.algorithm, way.codec)()
         except ValueError as error:
-            refusals.append(f"{way} left out: {error}")
+            left_out.append(f"{way} left out: {error}")
         else:
             kept.append(way)
     if not kept:
-        raise ConfigError(f"nothing to measure: {'; '.join(refusals)}")
-    for refusal in refusals if group.rank == 0 and options.algorithms else []:
-        print(f"hpcllm: {refusal}", file=sys.stderr)
+        raise ConfigError(f"nothing to measure: {'; '.join(left_out)}")
+    for reason in left_out if group.rank == 0 and options.algorithms else []:
+        print(f"hpcllm: {reason}", file=sys.stderr)
     return kept
 
 
-def _asked_ways(operation: str, options: Options, group: Group, device: torch.device) -> list[Way]:
-    """By default the library's and all between which `auto` chooses."""
+def _requested_ways(operation: str, options: Options, group: Group, device: torch.device) -> list[Way]:
+    """Ways of the options; by default the library's and all between which `auto` chooses."""
     valid = list(dict.fromkeys([*FIRST, *operations.valid_algorithms(operation, device.type)]))
     unknown = [name for name in options.algorithms if name not in (*valid, "all")]
     if unknown:
@@ -146,7 +143,7 @@ def _asked_ways(operation: str, options: Options, group: Group, device: torch.de
     for codec in options.codecs:
         names: Sequence[str] = valid if "all" in options.algorithms else options.algorithms
         if not names:
-            good = candidates(operation, codec, options.dtype, select.shape_of(group))
+            good = candidates(operation, codec, options.dtype, group.shape)
             names = [name for name in valid if name in FIRST or name in good]
         try:
             found = find_codec(codec, VALUE_TYPES[options.dtype], device.type)
@@ -157,7 +154,7 @@ def _asked_ways(operation: str, options: Options, group: Group, device: torch.de
 
 
 def assess(arrays: Arrays, way: Way, check: bool) -> Quality:
-    """From one run into memory that holds no earlier result. Collective."""
+    """Quality of one run into memory that holds no earlier result. Collective."""
     arrays.out.fill_(torch.nan)
     arrays.refresh()
     wire, group = arrays.group.wire, arrays.group
@@ -168,7 +165,7 @@ def assess(arrays: Arrays, way: Way, check: bool) -> Quality:
     ratio = float(counted[0] / counted[1]) if counted[1] else 1.0
     algorithm, chosen = way.algorithm, ""
     if algorithm == "auto":
-        plan = select.plan(arrays.operation, arrays.planned, way.codec, group, arrays.device.type)
+        plan = auto.plan(arrays.operation, arrays.planned, way.codec, group, arrays.device.type)
         algorithm, chosen = plan.algorithm, f"{plan.algorithm} {plan.codec.name}"
     result = arrays.out.cpu()
     truth = expected(arrays.operation, arrays.size, group.rank, group.size, way.codec, algorithm)
@@ -216,14 +213,14 @@ def _record(bench: Bench, size_bytes: int, way: Way, quality: Quality, seconds: 
 
 
 def _check(operation: str, options: Options, group: Group) -> None:
-    """Raises ConfigError for what cannot be measured here. Collective."""
+    """Raise ConfigError for a measurement that cannot be made here. Collective."""
     if (options.device, options.memory) == ("gpu", "shared"):
         raise ConfigError("--memory shared holds arrays of the CPU; valid with --device gpu: private")
     x, out = lengths(operation, options.sizes[-1], 0, group.size)
     check_memory(4 * max(x, out), group)  # x, its fresh copy, out, and what an algorithm works in
     if options.tuning:
         path = options.tuning
-        select.use_tuning(group, on_root(group.comm, lambda: load_tuning(path)))
+        group.use_tuning(on_root(group.comm, lambda: load_tuning(path)))
 
 
 def _head(bench: Bench) -> list[str]:

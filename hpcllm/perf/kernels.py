@@ -26,12 +26,12 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.nn import functional
 
-from hpcllm.config import ModelConfig
-from hpcllm.device import synchronize
-from hpcllm.model.layers import norm, normed
+from hpcllm.config.schema import ModelConfig
+from hpcllm.model.attention import apply_rotary, rotary_table
 from hpcllm.model.loss import cross_entropy_sum
-from hpcllm.model.rotary import rotary_table, turn
+from hpcllm.model.transformer import norm, normed
 from hpcllm.plan.time.kernel_times import ORIENTATIONS
+from hpcllm.system.device import synchronize
 
 Run = Callable[[], object]
 Make = Callable[[], Run]  # makes operands, and gives what is to be timed with them
@@ -41,7 +41,7 @@ VOCABULARY = 4096
 
 @dataclass(frozen=True)
 class Extent:
-    """At which sizes kernels are measured, and how carefully."""
+    """Sizes at which kernels are measured, and how carefully."""
 
     products: tuple[int, ...]  # m, n and k each take all of them
     sequences: tuple[int, ...]
@@ -87,7 +87,7 @@ class Bench:
     extent: Extent
 
     def seconds(self, make: Make, operand_bytes: float = 0.0, once: bool = False) -> float:
-        """Of one run: the median of rounds over all sets of operands, the slowest rank's. Collective over comm.
+        """Seconds of one run: the median of rounds over all sets of operands, the slowest rank's. Collective over comm.
 
         operand_bytes: of what comes from memory, 0 if from where work has just left it. once: what `make` gives can
         run a single time, as a backward pass.
@@ -121,7 +121,7 @@ class Bench:
 
 
 def _noise(n: int, device: torch.device) -> Tensor:
-    """The same 2^18 random values over and over: quickly made."""
+    """Random values, 2^18 of them over and over: quickly made."""
     some = torch.rand(1 << 18, generator=torch.Generator().manual_seed(0)).sub_(0.5).to(device)
     return some.repeat(-(-n // len(some)))[:n].clone() if n > len(some) else some[:n].clone()
 
@@ -177,7 +177,7 @@ def _attention(bench: Bench) -> dict[str, list[float]]:
 
 
 def _attention_s(bench: Bench, way: str, sequence: int, channels: int) -> float:
-    """Of one head of several."""
+    """Seconds of one head of several."""
     heads, samples = 4, max(1, min(16, bench.extent.values[-2] // (4 * sequence * channels)))
 
     def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def _attention_s(bench: Bench, way: str, sequence: int, channels: int) -> float:
 
 
 def _passes_s(bench: Bench, operands: Callable[[], list[Tensor]], run: Callable[..., Tensor], way: str) -> float:
-    """Of run(*operands), or of its backward pass."""
+    """Seconds of run(*operands), or of its backward pass."""
 
     def make() -> Run:
         given = [x.requires_grad_(x.is_floating_point()) for x in operands()]
@@ -239,11 +239,11 @@ def _differentiable(bench: Bench) -> dict[str, tuple[Callable[[int], list[Tensor
         return [rows.detach(), torch.randint(64, (max(1, n // WIDTH),), device=bench.device)]
 
     return {
-        "rmsnorm": (tokens, lambda x: normed(rms, x).made()),
-        "layernorm": (tokens, lambda x: normed(layer, x).made()),
+        "rmsnorm": (tokens, lambda x: normed(rms, x).value()),
+        "layernorm": (tokens, lambda x: normed(layer, x).value()),
         "swiglu": (lambda n: tokens(n) + tokens(n), lambda gate, up: functional.silu(gate) * up),
         "gelu": (tokens, lambda up: functional.gelu(up, approximate="tanh")),
-        "rotary": (heads, lambda x: turn(x, table)),
+        "rotary": (heads, lambda x: apply_rotary(x, table)),
         "loss": (scores, lambda logits, targets: cross_entropy_sum(logits, targets)),
         "embedding": (chosen, lambda weights, indices: functional.embedding(indices, weights)),
     }
@@ -280,7 +280,7 @@ def _plain(bench: Bench) -> dict[str, Callable[[int], Run]]:
 
 
 def _adamw(bench: Bench) -> Callable[[int], Run]:
-    """With gradients that are clipped, as most of the first steps of a run have them."""
+    """Maker of updates with gradients that are clipped, as most of the first steps of a run have them."""
 
     def make(n: int) -> Run:
         weights, gradients, first, second = (bench.random(n).float() for _ in range(4))

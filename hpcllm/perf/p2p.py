@@ -19,19 +19,16 @@ from mpi4py import MPI
 from hpcllm.codecs import Codec, find_codec
 from hpcllm.collectives import group_of
 from hpcllm.collectives.group import Group
-from hpcllm.device import synchronize
 from hpcllm.errors import ConfigError
-from hpcllm.messages import buffers
-from hpcllm.messages.memory import MessageMemory, memory_for
+from hpcllm.mpi import buffers
+from hpcllm.mpi.message_memory import MessageMemory, memory_for
+from hpcllm.mpi.wait import Waits
 from hpcllm.perf.arguments import VALUE_BYTES, Options
-from hpcllm.perf.check import Distance, distance
-from hpcllm.perf.limits import bound_s
-from hpcllm.perf.machine import VALUE_TYPES, check_memory, facts, library_name, node_of_ranks, open_device
-from hpcllm.perf.records import Record, finite
-from hpcllm.perf.report import Report
+from hpcllm.perf.records import Record, bound_s, finite
+from hpcllm.perf.session import VALUE_TYPES, Report, check_memory, facts, library_name, node_of_ranks, open_device
 from hpcllm.perf.timing import LIMIT_S, Case, Seconds, finish, in_turns, meet
-from hpcllm.perf.values import codec_ratio, expected, pattern, unroll
-from hpcllm.waiting import Waits
+from hpcllm.perf.values import Distance, codec_ratio, distance, expected, pattern, unroll
+from hpcllm.system.device import synchronize
 
 CPU = torch.device("cpu")
 MESSAGES = 8  # of a stream
@@ -219,7 +216,7 @@ def _end(pair: MPI.Intracomm, n: int, codec: Codec, device: torch.device) -> End
     values = torch.empty(n, dtype=codec.dtype)
     unroll(pattern(0, codec.dtype), 0, values)
     x, memory = values.to(device), memory_for(device)
-    return End(pair, memory.carry(codec), memory, x, torch.zeros_like(x))
+    return End(pair, memory.staged(codec), memory, x, torch.zeros_like(x))
 
 
 def _error(end: End) -> Distance:
@@ -240,4 +237,4 @@ def _peers(group: Group) -> list[tuple[int, int]]:
 
 
 def _nothing() -> None:
-    """What is sent stays as it is."""
+    """Prepare nothing: values that are sent stay as they are."""

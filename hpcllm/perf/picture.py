@@ -9,48 +9,39 @@ GB/s |   - - - - - - - - - - - -   bound of int8:256      black, grey   the MPI 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from hpcllm import plotting
 from hpcllm.errors import ConfigError
-from hpcllm.perf.records import Record
-from hpcllm.perf.table import rate, size_text
+from hpcllm.perf.records import Record, rate_text, size_text
 
 BASELINES = {"mpi": "black", "native": "0.55", "memcpy": "black"}
 COLOURS = [f"tab:{name}" for name in ("blue", "orange", "green", "red", "purple", "brown", "pink", "olive", "cyan")]
 MARKERS = "osD^vP*X<>"
 DASHES = ("--", "-.", ":", (0, (8, 3)), (0, (8, 2, 1, 2, 1, 2)))
-WIDTH_INCHES, PANEL_INCHES = 10.0, 5.0
+WIDTH_INCHES, PANEL_INCHES, ENTRY_INCHES = 10.0, 5.0, 0.2
 DISTINCT = ("library", "ranks", "nodes", "dtype", "memory", "device", "threads")  # named where they differ
 Curves = dict[str, list[Record]]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the command plot."""
-    parser.add_argument("files", nargs="+", metavar="RECORDS.json", help="what --json wrote, of one or several runs")
-    parser.add_argument("-o", "--output", metavar="FILE", help="the picture: .png or .svg")
-    parser.add_argument("--markdown", action="store_true", help="print the records as Markdown tables")
-
-
 def draw(records: Sequence[Record], path: Path) -> None:
     """Write the picture. Raises ConfigError if there is nothing to draw, OSError if it cannot be written."""
-    from matplotlib.figure import Figure  # the object, not pyplot: no display, no state
-
     if not records:
         raise ConfigError(f"nothing to draw in {str(path)!r}: there are no records")
     operations = list(dict.fromkeys(record.operation for record in records))
-    figure = Figure(figsize=(WIDTH_INCHES, PANEL_INCHES * len(operations)), layout="constrained")
-    panels = figure.subplots(len(operations), 1, squeeze=False)[:, 0]
-    for panel, operation in zip(panels, operations, strict=True):
-        _panel(panel, [record for record in records if record.operation == operation])
-    figure.savefig(path, dpi=130)
+    groups = [[record for record in records if record.operation == operation] for operation in operations]
+    heights = [max(PANEL_INCHES, ENTRY_INCHES * _legend_entries(group)) for group in groups]
+    with plotting.figure(WIDTH_INCHES, heights) as (made, panels):
+        for panel, group in zip(panels, groups, strict=True):
+            _panel(panel, group)
+        plotting.save(made, path)
 
 
 def _panel(panel: Any, records: Sequence[Record]) -> None:
-    differing = [name for name in DISTINCT if len({getattr(record, name) for record in records}) > 1]
+    differing = _differing(records)
     colours, markers = _Given(COLOURS), _Given(MARKERS)
     for label, curve in _curves(records, differing).items():
         way = (curve[0].algorithm, curve[0].codec)
@@ -65,8 +56,16 @@ def _panel(panel: Any, records: Sequence[Record]) -> None:
     _frame(panel, records, differing)
 
 
+def _differing(records: Sequence[Record]) -> list[str]:
+    return [name for name in DISTINCT if len({getattr(record, name) for record in records}) > 1]
+
+
+def _legend_entries(records: Sequence[Record]) -> int:
+    return len(_curves(records, _differing(records))) + len(_bounds(records))
+
+
 class _Given:
-    """The same style for the same thing, the next one for a new thing: a colour a way, a marker a library."""
+    """Styles by thing: a new thing gets the next one, a known thing its own. A colour a way, a marker a library."""
 
     def __init__(self, styles: Sequence[str]) -> None:
         self._styles, self._given = cycle(styles), dict[str, str]()
@@ -100,7 +99,7 @@ def _bounds(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
     bounds: dict[str, dict[int, float]] = {}
     for record in sorted(records, key=lambda record: record.bytes):
         if record.bound_s:
-            label = f"bound of {record.codec}, link {rate(record.link_gb_s)} GB/s"
+            label = f"bound of {record.codec}, link {rate_text(record.link_gb_s)} GB/s"
             bounds.setdefault(label, {})[record.bytes] = record.bytes / record.bound_s / 1e9
     highest = sorted(bounds.items(), key=lambda item: -max(item[1].values()))
     return {label: list(points.items()) for label, points in highest}
@@ -108,18 +107,16 @@ def _bounds(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
 
 def _frame(panel: Any, records: Sequence[Record], differing: Sequence[str]) -> None:
     facts = [_fact(records[0], name) for name in ("dtype", "ranks", "nodes", "library") if name not in differing]
-    panel.set_title(", ".join([records[0].operation, *facts]), fontsize=11)
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log")
+    panel.set_title(", ".join([records[0].operation, *facts]))
+    plotting.logarithmic(panel, "x", "y")
     sizes = sorted({record.bytes for record in records})
     ticks = sizes[:: -(-len(sizes) // 12)]
     panel.set_xticks(ticks, [size_text(size) for size in ticks])
     panel.set_xticks([], minor=True)
-    panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     panel.set_xlabel("bytes of uncompressed data a rank")
     panel.set_ylabel("bytes / median time, GB/s")
-    panel.grid(True, which="both", linewidth=0.3, alpha=0.6)
-    panel.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8, frameon=False)
+    panel.grid(which="both")
+    plotting.legend_beside(panel)
 
 
 def _fact(record: Record, name: str) -> str:

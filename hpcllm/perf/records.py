@@ -1,14 +1,28 @@
-"""One measurement = one flat record; a file is a JSON list of them. Pure.
+"""One measurement = one flat record; a file is a JSON list of them, a table has a row for each. Pure.
 
 bytes       of uncompressed data a rank, as OSU counts (arguments.py)
 *_s         seconds of one operation, the slowest rank's; median, least and most of the iterations
 spread      interquartile range of those seconds over their median
 algbw_gb_s  bytes / median_s; GB = 1e9 bytes
-busbw_gb_s  what the busiest rank's link would have carried without a codec (limits.py)
+busbw_gb_s  rate at which the busiest rank's link would have carried the data without a codec (bus_factor)
 rel_error   L2 norm of the error over L2 norm of the exact result, all values; null where one is NaN or infinite
 ratio       bytes without a codec over bytes sent, all ranks, as counted on the wire
 bound_s     physical limit for this codec on a link of link_gb_s, or null where there is no link
-chosen      what `auto` ran
+chosen      algorithm and codec that `auto` ran
+
+Bytes that the busiest rank must send or receive, for `size` as OSU counts it and n ranks:
+
+    allreduce       2 (n - 1) / n  size      out as parts of sums, back in as sums
+    reduce_scatter    (n - 1) / n  size
+    allgather         (n - 1)      size      from each other rank its part
+    alltoall          (n - 1)      size
+    broadcast, p2p                 size
+
+bus bandwidth = these bytes / time: comparable over n and over operations, the numbers that nccl-tests prints (its
+PERFORMANCE.md derives them; where it counts all ranks' parts as the size, the factor here has the n instead).
+With several ranks on a node the link is the node's, and a node that adds up or keeps inside what it can must still pass
+the same formula with nodes for n; for allgather and alltoall all of its ranks' share.
+A codec of ratio r divides the bytes: bound = bytes / (r x link).
 """
 
 from __future__ import annotations
@@ -16,12 +30,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from hpcllm.errors import ConfigError, DataError
+from hpcllm.system.text import percent
 
 STANDARD_OUTPUT = Path("-")
 POSITIVE = ("bytes", "median_s", "min_s", "max_s", "algbw_gb_s", "ratio", "ranks", "nodes")
@@ -29,6 +44,8 @@ POSITIVE = ("bytes", "median_s", "min_s", "max_s", "algbw_gb_s", "ratio", "ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
+    """One case measured, as JSON holds it; see the module for what the numbers mean."""
+
     operation: str
     algorithm: str
     codec: str
@@ -57,27 +74,27 @@ class Record:
 
     @property
     def of_bound(self) -> float | None:
-        """The part of the physical limit that was reached."""
+        """Share of the physical limit that was reached."""
         return self.bound_s / self.median_s if self.bound_s else None
 
 
 def finite(value: float) -> float | None:
-    """JSON has no NaN."""
+    """The value, or None for NaN and infinities, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 def to_json(records: Sequence[Record]) -> str:
-    """One record a line."""
+    """JSON text, one record a line."""
     return "[\n" + ",\n".join(json.dumps(asdict(record), allow_nan=False) for record in records) + "\n]\n"
 
 
 def write_json(path: Path, records: Sequence[Record]) -> None:
-    """Raises OSError."""
+    """Write a file of records. Raises OSError."""
     write_whole(path, to_json(records))
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Beside, then renamed: whoever reads sees a whole file. Raises OSError."""
+    """Write beside the path, then rename: whoever reads sees a whole file. Raises OSError."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8")
@@ -87,7 +104,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raises ConfigError for a file that could not be written, before the work that it is to hold."""
+    """Raise ConfigError for a file that could not be written, before the work that it is to hold."""
     for path in paths:
         if path is None or path == STANDARD_OUTPUT:
             continue
@@ -98,7 +115,7 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def read_json(path: Path) -> list[Record]:
-    """Raises DataError, for a file that is not of ours."""
+    """Records of a file. Raises DataError for one that --json did not write."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -124,3 +141,145 @@ def _record(path: Path, index: int, row: Any) -> Record:
 
 def _types(declared: str) -> tuple[type, ...]:
     return {"str": (str,), "int": (int,), "float": (int, float)}.get(declared, (int, float, type(None)))
+
+
+def bus_factor(operation: str, ranks: int) -> float:
+    """Bytes past the busiest rank's link, over the size."""
+    if ranks == 1:
+        return 0.0
+    factors = {
+        "allreduce": 2 * (ranks - 1) / ranks,
+        "reduce_scatter": (ranks - 1) / ranks,
+        "allgather": ranks - 1,
+        "alltoall": ranks - 1,
+        "broadcast": 1,
+        "p2p": 1,
+    }
+    return float(factors[operation])
+
+
+def link_bytes(operation: str, size_bytes: int, ranks: int, nodes: int) -> float:
+    """Bytes without a codec that the busiest link, a node's or on one node a rank's, carries in one direction."""
+    if nodes == 1 or operation == "p2p":
+        return bus_factor(operation, ranks) * size_bytes
+    together = {"allgather": ranks / nodes, "alltoall": (ranks / nodes) ** 2}.get(operation, 1)
+    return bus_factor(operation, nodes) * together * size_bytes
+
+
+def bound_s(operation: str, size_bytes: int, ranks: int, nodes: int, ratio: float, link_gb_s: float) -> float:
+    """Seconds below which no algorithm gets with a codec of that ratio; latency is not counted."""
+    return link_bytes(operation, size_bytes, ranks, nodes) / (ratio * link_gb_s * 1e9)
+
+
+Column = tuple[str, int, Callable[[Record], str]]  # title, width, what it shows
+
+_TIMES: list[Column] = [
+    ("median", 8, lambda record: seconds_text(record.median_s)),
+    ("min", 8, lambda record: seconds_text(record.min_s)),
+    ("max", 8, lambda record: seconds_text(record.max_s)),
+    ("spread", 6, lambda record: _share(record.spread)),
+]
+_QUALITY: list[Column] = [
+    ("rel error", 9, lambda record: error_text(record.rel_error)),
+    ("ratio", 5, lambda record: f"{record.ratio:.2f}"),
+]
+_NAMES: list[Column] = [
+    ("bytes", 6, lambda record: size_text(record.bytes)),
+    ("algorithm", -19, lambda record: record.algorithm),
+    ("codec", -11, lambda record: record.codec),
+]
+TRANSFER = [
+    *_NAMES,
+    *_TIMES,
+    ("algbw GB/s", 10, lambda record: rate_text(record.algbw_gb_s)),
+    ("busbw GB/s", 10, lambda record: rate_text(record.busbw_gb_s)),
+    ("of bound", 8, lambda record: _share(record.of_bound)),
+    *_QUALITY,
+    ("chosen", -1, lambda record: record.chosen),
+]
+CODEC = [
+    *_NAMES,
+    ("threads", 7, lambda record: str(record.threads)),
+    *_TIMES,
+    ("values GB/s", 11, lambda record: rate_text(record.algbw_gb_s)),
+    ("moved GB/s", 10, lambda record: rate_text(record.moved_gb_s)),
+    ("of memcpy", 9, lambda record: _share(record.memcpy_share)),
+    *_QUALITY,
+]
+
+
+def columns_of(record: Record) -> list[Column]:
+    return CODEC if record.operation == "codec" else TRANSFER
+
+
+def table_head(columns: Sequence[Column]) -> str:
+    return "  ".join(_pad(title, width) for title, width, _ in columns).rstrip()
+
+
+def table_row(record: Record) -> str:
+    return "  ".join(_pad(show(record), width) for _, width, show in columns_of(record)).rstrip()
+
+
+def markdown(records: Sequence[Record]) -> str:
+    """One table for each run (operation, ranks, library ...) among the records, in the order in which they come."""
+    runs: dict[str, list[Record]] = {}
+    for record in records:
+        runs.setdefault(run_title(record), []).append(record)
+    return "\n".join(_markdown_run(title, rows) for title, rows in runs.items())
+
+
+def run_title(record: Record) -> str:
+    """Heading of one table: what its rows have in common."""
+    ranks = f"{record.ranks} rank{'s' * (record.ranks > 1)} on {record.nodes} node{'s' * (record.nodes > 1)}"
+    apart = [word for word in (record.device, record.memory) if word not in ("cpu", "private")]
+    return ", ".join([record.operation, record.dtype, ranks, *apart, record.library])
+
+
+def _markdown_run(title: str, records: Sequence[Record]) -> str:
+    columns = columns_of(records[0])
+    lines = [f"### {title}", "", _line([name for name, _, _ in columns])]
+    lines.append(_line(["---" if width < 0 else "---:" for _, width, _ in columns]))
+    lines += [_line([show(record) for _, _, show in columns]) for record in records]
+    return "\n".join([*lines, ""])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _pad(text: str, width: int) -> str:
+    return f"{text:>{width}}" if width > 0 else f"{text:<{-width}}"
+
+
+def size_text(size_bytes: int) -> str:
+    """65536 -> '64K': what --sizes reads."""
+    for unit, scale in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if size_bytes % scale == 0:
+            return f"{size_bytes // scale}{unit}"
+    return str(size_bytes)
+
+
+def seconds_text(value_s: float) -> str:
+    """Four digits and the unit that suits them."""
+    for unit, scale in (("us", 1e-6), ("ms", 1e-3)):
+        if value_s < 1000 * scale:
+            return f"{_digits(value_s / scale)} {unit}"
+    return f"{_digits(value_s)} s"
+
+
+def rate_text(value_gb_s: float | None) -> str:
+    return "" if value_gb_s is None else _digits(value_gb_s)
+
+
+def error_text(rel_error: float | None) -> str:
+    return "not finite" if rel_error is None else f"{rel_error:.1e}" if rel_error else "0"
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else percent(share, 0)
+
+
+def _digits(value: float) -> str:
+    """Three digits that count, never an exponent."""
+    decimals = 2 - math.floor(math.log10(value)) if value > 0 else 2
+    return f"{value:.{min(max(decimals, 0), 9)}f}"

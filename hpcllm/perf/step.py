@@ -1,7 +1,7 @@
 """`step`: one training step under several communication policies, in turns.
 
-    RUN.toml --+-- policy none   --> parts --+
-               +-- policy hpcllm --> parts --+--> step, step, step, step ...    A B A B: drift hits all alike
+    RUN.toml --+-- policy none   --> run --+
+               +-- policy hpcllm --> run --+--> step, step, step, step ...    A B A B: drift hits all alike
 
 The model is trained while it is measured, so values are real gradients; nothing is written to the run folder. Traffic
 is never exact here: `exact_steps` are the first of a run, and this measures the others. With --calibrate no run is
@@ -20,18 +20,17 @@ from typing import Any
 
 from mpi4py import MPI
 
-from hpcllm import config as configs
-from hpcllm.assemble import Parts, assemble
 from hpcllm.collectives import group_of
-from hpcllm.config import Config
-from hpcllm.device import synchronize
+from hpcllm.config import schema as configs
+from hpcllm.config.schema import Config
 from hpcllm.errors import ConfigError
-from hpcllm.metrics import KINDS, TRAFFIC, Traffic
+from hpcllm.mpi.collective_errors import on_root
 from hpcllm.perf import calibrate
 from hpcllm.perf.records import check_writable, write_whole
-from hpcllm.policy import POLICIES
-from hpcllm.step import forward_backward
-from hpcllm.together import on_root
+from hpcllm.system.device import synchronize
+from hpcllm.training.log import KINDS, TRAFFIC, Traffic
+from hpcllm.training.setup import RunContext, open_run
+from hpcllm.training.step import forward_backward
 
 
 def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
@@ -40,10 +39,9 @@ def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
         return calibrate.run(arguments, comm)
     if arguments.run is None:
         raise ConfigError("step needs RUN.toml, a run file as for `hpcllm train`, or --calibrate")
-    policies = _policies(arguments)
     on_root(comm, lambda: check_writable(arguments.json))
     tables = on_root(comm, lambda: configs.to_tables(configs.load(arguments.run, arguments.overrides)))
-    records = measure(configs.from_tables(tables), policies, arguments.steps, arguments.warmup, comm)
+    records = measure(configs.from_tables(tables), arguments.policies, arguments.steps, arguments.warmup, comm)
     if comm.rank == 0:
         print("\n".join(_table(records)))
         if arguments.json:
@@ -54,17 +52,17 @@ def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
 def measure(config: Config, policies: Sequence[str], steps: int, warmup: int, comm: MPI.Intracomm) -> list[Any]:
     """One record a policy; times are those of the slowest rank. Collective over comm."""
     with ExitStack() as stack:
-        runs = [stack.enter_context(assemble(_with_policy(config, policy), comm)) for policy in policies]
+        runs = [stack.enter_context(open_run(_with_policy(config, policy), comm)) for policy in policies]
         times: list[list[float]] = [[] for _ in runs]
-        traffic = [parts.traffic() for parts in runs]
+        traffic = [run.traffic() for run in runs]
         for number in range(warmup + steps):
             if number == warmup:
-                traffic = [parts.traffic() for parts in runs]
-            for parts, seconds in zip(runs, times, strict=True):
-                seconds.append(_step_s(parts, number, comm))
+                traffic = [run.traffic() for run in runs]
+            for run, seconds in zip(runs, times, strict=True):
+                seconds.append(_step_s(run, number, comm))
         return [
-            _record(policy, parts, seconds[warmup:], (parts.traffic() - before) / steps, comm)
-            for policy, parts, seconds, before in zip(policies, runs, times, traffic, strict=True)
+            _record(policy, run, seconds[warmup:], (run.traffic() - before) / steps, comm)
+            for policy, run, seconds, before in zip(policies, runs, times, traffic, strict=True)
         ]
 
 
@@ -74,27 +72,29 @@ def _with_policy(config: Config, policy: str) -> Config:
     return configs.from_tables(tables)
 
 
-def _step_s(parts: Parts, number: int, comm: MPI.Intracomm) -> float:
-    parts.control.all([comm.Ibarrier()], lambda: "all ranks to begin a timed step")
+def _step_s(run: RunContext, number: int, comm: MPI.Intracomm) -> float:
+    run.control.all([comm.Ibarrier()], lambda: "all ranks to begin a timed step")
     start = time.perf_counter()
-    forward_backward(parts, number, number * parts.config.data.global_batch)
-    parts.optimizer.update(parts.config.optimizer.learning_rate, 1.0)
-    synchronize(parts.device)  # or the update would be a part of the next step's time, of another policy
+    forward_backward(run, number, number * run.config.data.global_batch)
+    run.optimizer.update(run.config.optimizer.learning_rate, 1.0)
+    synchronize(run.device)  # or the update would be a part of the next step's time, of another policy
     return time.perf_counter() - start
 
 
-def _record(policy: str, parts: Parts, seconds: list[float], traffic: Traffic, comm: MPI.Intracomm) -> dict[str, Any]:
+def _record(
+    policy: str, run: RunContext, seconds: list[float], traffic: Traffic, comm: MPI.Intracomm
+) -> dict[str, Any]:
     slowest = [max(of_a_step) for of_a_step in zip(*comm.allgather(seconds), strict=True)]
     sums = dict(zip(TRAFFIC, sum(comm.allgather(traffic)).tolist(), strict=True))
-    data = parts.config.data
+    data = run.config.data
     record = {
         "operation": "step",
         "policy": policy,
-        "codecs": configs.traffic_codecs(parts.config.communication),
-        **parts.mesh.shape,
+        "codecs": configs.traffic_codecs(run.config.communication),
+        **run.mesh.shape,
         "ranks": comm.size,
         "nodes": group_of(comm).nodes,
-        "parameters": comm.allreduce(sum(parts.parameters[name].numel() for name in parts.owned)) // parts.mesh.dp.size,
+        "parameters": comm.allreduce(sum(run.parameters[name].numel() for name in run.owned)) // run.mesh.dp.size,
         "tokens": data.global_batch * data.sequence_length,
         "median_s": median(slowest),
         "min_s": min(slowest),
@@ -105,16 +105,6 @@ def _record(policy: str, parts: Parts, seconds: list[float], traffic: Traffic, c
         "library": MPI.Get_library_version().splitlines()[0].strip(),
     }
     return record | {f"{kind}_{what}": sums[f"{kind}_{what}"] for kind in KINDS for what in ("plain_bytes", "bytes")}
-
-
-def _policies(arguments: argparse.Namespace) -> list[str]:
-    names: list[str] = arguments.policies.split(",")
-    for name in names:
-        if name not in POLICIES:
-            raise ConfigError(f"--policies {name!r} is unknown; valid: {', '.join(POLICIES)}")
-    if arguments.steps < 1 or arguments.warmup < 0:
-        raise ConfigError(f"--steps {arguments.steps} --warmup {arguments.warmup}: valid: from 1, and from 0")
-    return names
 
 
 def _table(records: list[dict[str, Any]]) -> list[str]:

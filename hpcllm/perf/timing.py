@@ -23,7 +23,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from hpcllm.errors import StallError
-from hpcllm.waiting import Waits
+from hpcllm.mpi.wait import Waits
 
 LIMIT_S = 600.0
 
@@ -36,7 +36,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one case, over the iterations."""
+    """Seconds of one case, over the iterations."""
 
     samples: NDArray[np.float64]
 
@@ -51,11 +51,11 @@ class Seconds:
         return float((quarters[1] - quarters[0]) / self.median)
 
     def each(self, count: int) -> Seconds:
-        """Of one of `count` equal parts."""
+        """Seconds of one of `count` equal parts."""
         return Seconds(self.samples / count)
 
     def summary(self) -> dict[str, Any]:
-        """As records have it."""
+        """Fields of a Record."""
         least, most = float(self.samples.min()), float(self.samples.max())
         count = int(self.samples.size)
         return {"median_s": self.median, "min_s": least, "max_s": most, "spread": self.spread, "iterations": count}

@@ -10,30 +10,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hpcllm.codecs.names import examples, parse_name
-from hpcllm.collectives.choice import candidates, choose
-from hpcllm.collectives.cost import COSTS
+import torch
+from mpi4py import MPI
+
+from hpcllm.collectives import measure as measuring
+from hpcllm.collectives import operations
+from hpcllm.collectives.group import Group, group_of
+from hpcllm.collectives.selection import candidates, choose
 from hpcllm.collectives.tuning import Tuning, to_text
 from hpcllm.errors import ConfigError, HpcllmError
-from hpcllm.perf.arguments import parse_sizes
-from hpcllm.perf.records import write_whole
+from hpcllm.mpi.collective_errors import on_root
+from hpcllm.perf.records import check_writable, write_whole
+from hpcllm.perf.session import library_name
+from hpcllm.perf.timing import Case, in_turns
+from hpcllm.perf.values import pattern, unroll
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpcllm.collectives.group import Group
-    from hpcllm.perf.timing import Case
-
-ASKED = "int8:256,exp"
-SIZES = "4K,64K,1M,16M"
 CLOSE = 1.1  # a choice within 10 % of the best is a good one
 TIME_S = 0.5  # for all iterations of one algorithm
 COLUMNS = ("operation", "bytes", "asked", "chosen", "predicted", "measured", "native", "best", "why")
@@ -60,34 +56,13 @@ class Row:
         return self.measured_s <= CLOSE * self.best_s
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Measure links, codecs and the MPI library (a few seconds), write them to a file that [communication] tuning "
-        "and --tuning read, then time what would be chosen beside all else."
-    )
-    parser.add_argument("--output", type=Path, default=Path("tuning.toml"), metavar="FILE", help="default: tuning.toml")
-    parser.add_argument(
-        "--codecs", default=ASKED, metavar="LIST", help=f"asked for in the table, beside raw (default: {ASKED})"
-    )
-    parser.add_argument(
-        "--sizes", default=SIZES, metavar="A:B", help=f"of whole arrays, 1K:256M or a list (default: {SIZES})"
-    )
-    parser.add_argument("--operations", default=",".join(COSTS), metavar="LIST", help="default: all five")
-    parser.add_argument("--rates-only", action="store_true", help="write the file and time no collectives")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON, and nothing else")
-
-
 def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
-    """Collective over comm. Returns the exit code. Raises ConfigError before any work."""
-    from hpcllm.collectives.group import group_of
-    from hpcllm.collectives.measure import CODECS, measure
-    from hpcllm.together import on_root
-
-    asked, sizes, operations = _asked(arguments.codecs), parse_sizes(arguments.sizes, 4), _operations(arguments)
-    on_root(comm, lambda: _check_writable(arguments.output))
+    """Measure, write, print; returns the exit code. Collective over comm. Raises ConfigError before any work."""
+    on_root(comm, lambda: _check_output(arguments))
+    codecs = list(dict.fromkeys(["raw", *arguments.codecs]))
     group = group_of(comm)
-    tuning = Tuning(measure(group, [*CODECS, *asked]), _facts(group))
-    on_root(comm, lambda: _write(arguments.output, to_text(tuning)))
+    tuning = Tuning(measuring.measure(group, [*measuring.CODECS, *codecs]), _facts(group))
+    on_root(comm, lambda: _write(arguments, to_text(tuning)))
     say: Callable[[str], None] = (
         (lambda _: None) if arguments.json or comm.rank else lambda text: print(text, flush=True)
     )
@@ -95,7 +70,7 @@ def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
     rows: list[Row] = []
     if not arguments.rates_only:
         say(_line(COLUMNS))
-        for row in _rows(operations, sizes, asked, tuning, group):
+        for row in _rows(arguments, codecs, tuning, group):
             rows.append(row)
             say(_line(_cells(row)))
         say(_verdict(rows))
@@ -104,22 +79,19 @@ def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
     return 0
 
 
-def _rows(operations: list[str], sizes: list[int], asked: list[str], tuning: Tuning, group: Group) -> Iterator[Row]:
+def _rows(arguments: argparse.Namespace, codecs: Sequence[str], tuning: Tuning, group: Group) -> Iterator[Row]:
     """The choices of each operation and size, after timing all that could have been chosen. Collective over group."""
-    for operation in operations:
-        for size_bytes in sizes:
-            times = _times(operation, size_bytes, asked, group)
-            yield from (_row(operation, size_bytes, codec, times, tuning, group) for codec in asked)
+    for operation in arguments.operations:
+        for size_bytes in arguments.sizes:
+            times = _times(operation, size_bytes, codecs, group)
+            yield from (_row(operation, size_bytes, codec, times, tuning, group) for codec in codecs)
 
 
 def _row(
     operation: str, size_bytes: int, asked: str, times: dict[tuple[str, str], float], tuning: Tuning, group: Group
 ) -> Row:
-    from hpcllm.collectives.select import shape_of
-    from hpcllm.together import on_root
-
-    choice = on_root(group.comm, lambda: choose(operation, size_bytes, asked, "float32", shape_of(group), tuning.rates))
-    assert choice is not None  # every codec that can be asked for was measured
+    choice = on_root(group.comm, lambda: choose(operation, size_bytes, asked, "float32", group.shape, tuning.rates))
+    assert choice is not None  # every codec of the list was measured
     allowed = {key: seconds for key, seconds in times.items() if key[1] in ("raw", asked)}
     best = min(allowed, key=allowed.__getitem__)
     return Row(
@@ -134,13 +106,9 @@ def _row(
     )
 
 
-def _times(operation: str, size_bytes: int, asked: list[str], group: Group) -> dict[tuple[str, str], float]:
+def _times(operation: str, size_bytes: int, codecs: Sequence[str], group: Group) -> dict[tuple[str, str], float]:
     """Median seconds of every (algorithm, codec) that may be chosen, taken in turns. Collective over group."""
-    from hpcllm.collectives.select import shape_of
-    from hpcllm.perf.timing import in_turns
-
-    shape = shape_of(group)
-    keys = [(name, codec) for codec in asked for name in candidates(operation, codec, "float32", shape)]
+    keys = [(name, codec) for codec in codecs for name in candidates(operation, codec, "float32", group.shape)]
     cases = [_case(operation, size_bytes // 4, name, codec, group) for name, codec in keys]
     trial = in_turns(group.comm, cases, 1, 1, lambda: False)
     rounds = max(3, min(50, round(TIME_S / max(seconds.median for seconds in trial))))
@@ -150,12 +118,6 @@ def _times(operation: str, size_bytes: int, asked: list[str], group: Group) -> d
 
 def _case(operation: str, n: int, algorithm: str, codec: str, group: Group) -> Case:
     """One collective over gradient-like values of n float32 in all."""
-    import torch
-
-    from hpcllm.collectives import operations
-    from hpcllm.perf.timing import Case
-    from hpcllm.perf.values import pattern, unroll
-
     n -= n % group.size  # blocks of an all-to-all are equally long
     source = torch.empty(n)
     unroll(pattern(group.rank, torch.float32), 0, source)
@@ -167,20 +129,14 @@ def _case(operation: str, n: int, algorithm: str, codec: str, group: Group) -> C
         "alltoall": lambda: operations.alltoall(x, group, codec, algorithm, out=out),
         "broadcast": lambda: operations.broadcast(x, group, 0, codec, algorithm),
     }
-    return Case(prepare=lambda: _fill(x, source), run=lambda: _run(calls[operation]))
+    return Case(prepare=lambda: _fill(x, source), run=calls[operation])
 
 
-def _fill(x: object, source: object) -> None:
-    x.copy_(source)  # type: ignore[attr-defined]
-
-
-def _run(call: Callable[[], object]) -> None:
-    call()
+def _fill(x: torch.Tensor, source: torch.Tensor) -> None:
+    x.copy_(source)
 
 
 def _facts(group: Group) -> dict[str, str | int]:
-    from hpcllm.perf.machine import library_name
-
     return {
         "machine": platform.node(),
         "library": library_name(),
@@ -219,31 +175,15 @@ def _verdict(rows: list[Row]) -> str:
     return f"{good} of {len(rows)} choices within 10 % of the best measured"
 
 
-def _asked(text: str) -> list[str]:
-    """raw and the codecs in the list, each once. Raises ConfigError."""
+def _check_output(arguments: argparse.Namespace) -> None:
     try:
-        return list(dict.fromkeys(["raw", *(str(parse_name(name.strip())) for name in text.split(","))]))
-    except ValueError as error:
-        raise ConfigError(f"--codecs: {error} (one of each kind: {', '.join(examples())})") from error
+        check_writable(arguments.output)
+    except ConfigError as error:
+        raise ConfigError(f"--output {str(arguments.output)!r} cannot be written: {error}") from error
 
 
-def _operations(arguments: argparse.Namespace) -> list[str]:
-    """Raises ConfigError."""
-    names = [name.strip() for name in arguments.operations.split(",")]
-    for name in names:
-        if name not in COSTS:
-            raise ConfigError(f"--operations {name!r} is unknown; valid: {', '.join(COSTS)}")
-    return names
-
-
-def _check_writable(path: Path) -> None:
-    """Raises ConfigError: before the work, not after it."""
-    if path.is_dir() or not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
-        raise ConfigError(f"--output {str(path)!r} cannot be written; valid: a file in a folder that is writable")
-
-
-def _write(path: Path, text: str) -> None:
+def _write(arguments: argparse.Namespace, text: str) -> None:
     try:
-        write_whole(path, text)
+        write_whole(arguments.output, text)
     except OSError as error:
-        raise HpcllmError(f"cannot write {path}: {error.strerror}") from error
+        raise HpcllmError(f"cannot write {arguments.output}: {error.strerror}") from error

@@ -1,24 +1,31 @@
-"""What is sent, and what must come out: gradient-like values that any rank can compute for any other.
+"""Values that are sent, what must come out, and how far from it a result is.
 
     value(rank, i) = pattern(rank)[i mod PERIOD]         pattern: normal x a scale for each 256 values, log-normal
 
-Neighbouring gradients of one row are alike in size and rows differ by orders of magnitude: hence the scales. Another
-rank has another pattern. PERIOD is prime, so that chunks, blocks and segments, which have round sizes, never repeat
-it: a chunk in another's place is seen. Sums have the same period, so the exact result of any size is known from one
-float64 sum over the patterns, with no message sent and no second array.
+Gradient-like values that any rank can compute for any other: neighbouring gradients of one row are alike in size and
+rows differ by orders of magnitude, hence the scales. Another rank has another pattern. PERIOD is prime, so that chunks,
+blocks and segments, which have round sizes, never repeat it: a chunk in another's place is seen. Sums have the same
+period, so the exact result of any size is known from one float64 sum over the patterns, with no message sent and no
+second array.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import numpy as np
 import torch
+from mpi4py import MPI
 from numpy.typing import NDArray
 
 from hpcllm.codecs import Codec, find_codec
+from hpcllm.mpi import buffers
+from hpcllm.mpi.wait import Waits
+from hpcllm.perf.timing import LIMIT_S
 
 PERIOD = 262_139
 SCALE_RUN = 256  # values of one scale
@@ -40,7 +47,7 @@ class Segment:
 
 @lru_cache(maxsize=8)
 def pattern(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """(PERIOD,) of dtype: the values of that rank."""
+    """Values of a rank, (PERIOD,) of dtype."""
     random = np.random.default_rng([SEED, rank])
     scales = SCALE * np.exp(random.standard_normal(-(-PERIOD // SCALE_RUN))).astype("f4")
     values = random.standard_normal(PERIOD, dtype="f4") * np.repeat(scales, SCALE_RUN)[:PERIOD]
@@ -48,7 +55,7 @@ def pattern(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def unroll(source: torch.Tensor, start: int, out: torch.Tensor) -> None:
-    """out[i] = source[(start + i) mod period]."""
+    """Fill out[i] = source[(start + i) mod period]."""
     done, period = 0, source.numel()
     while done < out.numel():
         first = (start + done) % period
@@ -83,7 +90,7 @@ def sums(ranks: int, dtype: torch.dtype) -> tuple[Floats, Floats]:
 
 @lru_cache(maxsize=16)
 def allowed_sum(ranks: int, name: str, dtype: torch.dtype, algorithm: str) -> Floats:
-    """(PERIOD,): how far from the exact sum the result may be.
+    """Largest distance from the exact sum that a result may have, (PERIOD,).
 
     Each rounding of partial sums costs at most the sum of what rounding the addends would: twice that where scales are
     powers of two. A ring rounds once a hop; all else at most once a doubling, once the folded ranks, once the sum.
@@ -98,7 +105,7 @@ def allowed_sum(ranks: int, name: str, dtype: torch.dtype, algorithm: str) -> Fl
 
 
 def allowed_copy(source: int, codec: Codec) -> Floats:
-    """(PERIOD,): how far from the sent values the received ones may be, encoded once."""
+    """Largest distance from the sent values that received ones may have, encoded once, (PERIOD,)."""
     if codec.lossless:
         return np.zeros(PERIOD)
     codes = _bound_anywhere(source, codec)
@@ -106,7 +113,7 @@ def allowed_copy(source: int, codec: Codec) -> Floats:
 
 
 def _storing(size: Floats, dtype: torch.dtype) -> Floats:
-    """What rounding numbers of that size to dtype costs at most, twice over."""
+    """Twice the largest error of rounding numbers of that size to dtype."""
     kind = torch.finfo(dtype)
     costs: Floats = kind.eps * np.maximum(size, kind.smallest_normal)
     return costs
@@ -129,3 +136,55 @@ def _bound_anywhere(rank: int, codec: Codec) -> Floats:
         width += step
     bounds: Floats = codec.bound(np.maximum(largest, np.roll(largest, codec.block - 1)))
     return bounds
+
+
+PIECE = 1 << 20  # values compared at once, in float64
+
+
+@dataclass
+class Distance:
+    """Distance between results and exact results."""
+
+    error: float = 0.0  # sum of squares
+    exact: float = 0.0  # sum of squares
+    outside: int = 0  # values further off than allowed
+
+    @property
+    def relative(self) -> float:
+        """L2 norm of the error over that of the exact result; NaN or infinite where a value was."""
+        return math.sqrt(self.error / self.exact) if self.exact else math.sqrt(self.error)
+
+
+def distance(result: torch.Tensor, segments: Iterable[Segment], comm: MPI.Intracomm, check: bool) -> Distance:
+    """Distance of all ranks' results together. result: (n,), on the CPU. Collective over comm."""
+    own, place = Distance(), 0
+    for segment in segments:
+        allowed = segment.allowed() if check else None
+        for first in range(0, segment.count, PIECE):
+            piece = result[place + first : place + min(first + PIECE, segment.count)]
+            _compare(own, piece, segment.exact, allowed, segment.start + first)
+        place += segment.count
+    if place != result.numel():
+        raise AssertionError(f"{result.numel()} values of which {place} are known")
+    totals = np.array([own.error, own.exact, own.outside])
+    Waits(LIMIT_S).allreduce(comm, totals, lambda: "all ranks' errors")
+    return Distance(float(totals[0]), float(totals[1]), int(totals[2]))
+
+
+def _compare(total: Distance, piece: torch.Tensor, pattern: Floats, allowed: Floats | None, start: int) -> None:
+    exact = torch.empty(piece.numel(), dtype=torch.float64)
+    unroll(torch.from_numpy(pattern), start, exact)
+    error = (piece.double() - exact).abs_()
+    total.error += float(error.square().sum())
+    total.exact += float(exact.square().sum())
+    if allowed is not None:
+        unroll(torch.from_numpy(allowed), start, exact)
+        total.outside += int((~(error <= exact)).sum())  # NaN is outside, too
+
+
+def same_bits(result: torch.Tensor, comm: MPI.Intracomm) -> bool:
+    """True if all ranks have the same bits. Collective over comm."""
+    digest = zlib.crc32(buffers.as_bytes(result).numpy().data)
+    extremes = np.array([digest, -digest], dtype=np.int64)
+    Waits(LIMIT_S).allreduce(comm, extremes, lambda: "all ranks' checksums", MPI.MAX)
+    return bool(extremes[0] == -extremes[1])

@@ -1,9 +1,11 @@
 """Schedules as data, and the engine that runs them. A reading order:
 
-actions.py, placement.py   what a rank can do, and which part of the model it holds
-orders.py                  in which order it works; posting.py: where messages stand; schedules.py: both, and as text
-checker.py                 the proof that a schedule ends; clock.py, timing.py: how long it takes
-engine.py                  one loop that runs any schedule; chunk.py: a virtual stage; link.py: its wires
-trace.py, measured.py      what a step really did; explain.py: where its time went
-command.py                 `python -m hpcllm schedule`; grid.py, picture.py, report.py, comparison.py: what it shows
+actions.py          the actions of a rank, the part of the model that it holds, the two ends of a message
+orders.py           the order of each rank's work; clock.py: which work needs which, and when each piece runs
+schedules.py        work and messages together, and as text; checker.py: the proof that a schedule ends
+timing.py           how long a schedule takes; grid.py, picture.py, report.py: its drawing and its numbers
+engine.py           one loop that runs any schedule; chunk.py: a virtual stage; link.py: its messages
+trace.py            what a step really did, as a file; measured.py reads it back; explain.py: where its time went
+
+All but engine, chunk, link and trace import neither torch nor mpi4py.
 """

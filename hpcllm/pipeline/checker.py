@@ -1,4 +1,4 @@
-"""The proof that a schedule runs to its end and computes what it should; or which rank waits for whom.
+"""The proof that a schedule runs to its end and computes what it should; or which rank waits for whom. Pure.
 
 each rank      every forward and every backward pass once, in a legal order, with its messages around it
 each message   sent once and received once, between two ranks, by the two ends that the placement says
@@ -15,18 +15,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from hpcllm.errors import ScheduleError
-from hpcllm.pipeline.actions import COMPUTE, Action, Op, message_tag
-from hpcllm.pipeline.dependencies import Event, Needs, compute_needs, walk
-from hpcllm.pipeline.messages import other_end
-from hpcllm.pipeline.posting import RECEIVES, SENDS, message_of
+from hpcllm.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, B, F, I, Op, W, message_tag, other_end
+from hpcllm.pipeline.clock import Event, Needs, compute_needs, walk
 from hpcllm.pipeline.schedules import Schedule
 
-F, B, I, W = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # noqa: E741 -- the field's names
-Places = dict[Action, int]  # where each action stands in its rank's row
+Places = dict[Action, int]  # index of each action in its rank's row
 
 
 def check(schedule: Schedule, backward: bool = True) -> None:
-    """Raises ScheduleError with what is wrong, where, and who waits for whom. backward False: forward passes alone."""
+    """Prove a schedule; raises ScheduleError with what is wrong, where, and who waits for whom.
+
+    backward False: the schedule has forward passes alone.
+    """
     rows = [_places(rank, row) for rank, row in enumerate(schedule.actions)]
     for rank, places in enumerate(rows):
         _check_work(schedule, rank, places, backward)
@@ -47,14 +47,14 @@ def _places(rank: int, row: Sequence[Action]) -> Places:
 
 
 def _check_work(schedule: Schedule, rank: int, places: Places, backward: bool) -> None:
-    """Every pass once, forward before backward."""
+    """Check that every pass is there once, forward before backward."""
     for m in range(schedule.microbatches):
         for chunk in range(schedule.placement.chunks):
             passes = [Action(op, m, chunk) for op in (F, B, I, W)]
             found = [action for action in passes if action in places]
             wrong = _wrong_passes(found, passes, backward)
             if not wrong and sorted(found, key=places.__getitem__) != found:
-                wrong = f"{', '.join(map(str, found))} have to stand in this order"
+                wrong = f"{', '.join(map(str, found))} have to come in this order"
             if wrong:
                 raise ScheduleError(f"rank {rank}: {wrong}")
 
@@ -71,14 +71,14 @@ def _wrong_passes(found: list[Action], passes: list[Action], backward: bool) -> 
 
 
 def _check_messages(schedule: Schedule, rows: list[Places], needs: Needs) -> None:
-    """Two ends for each input that another rank makes, each beside its work; and no other message."""
+    """Check for two ends of each input that another rank makes, each beside its work; and no other message."""
     expected: set[Event] = set()
     for rank, earlier, later in _neighbours(schedule, needs):
         message, work = (earlier, later) if later.op in COMPUTE else (later, earlier)
         if message not in rows[rank]:
             raise ScheduleError(f"rank {rank}: {message} is missing, which belongs to {work}")
         if rows[rank][earlier] > rows[rank][later]:
-            raise ScheduleError(f"rank {rank}: {later} stands before {earlier}, but needs it")
+            raise ScheduleError(f"rank {rank}: {later} comes before {earlier}, but needs it")
         expected.add((rank, message))
     for rank, places in enumerate(rows):
         for message in places:
@@ -87,18 +87,20 @@ def _check_messages(schedule: Schedule, rows: list[Places], needs: Needs) -> Non
 
 
 def _neighbours(schedule: Schedule, needs: Needs) -> Iterator[tuple[int, Action, Action]]:
-    """A rank, and two of its actions of which the later needs the earlier: work and the message of it."""
+    """Yield a rank, and two of its actions of which the later needs the earlier: work and its message."""
     for rank, row in enumerate(schedule.work()):
         for action in row:
             source = needs(rank, action)
             if source and source[0] != rank:
-                yield rank, message_of(RECEIVES, action), action
-                yield source[0], source[1], message_of(SENDS, source[1])
+                yield rank, action.message(RECEIVES), action
+                yield source[0], source[1], source[1].message(SENDS)
 
 
 def _check_tags(schedule: Schedule) -> None:
-    """MPI matches by source, target, tag and order; that has to be what belongs together."""
-    sent: defaultdict[tuple[int, int, int], list[Action]] = defaultdict(list)  # source, target, tag -> the RECVs meant
+    """Check that the messages that MPI matches, by source, target, tag and order, belong together."""
+    sent: defaultdict[tuple[int, int, int], list[Action]] = defaultdict(
+        list
+    )  # source, target, tag -> RECVs of the sends
     posted: defaultdict[tuple[int, int, int], list[Action]] = defaultdict(list)
     for rank, row in enumerate(schedule.actions):
         for action in row:
@@ -124,7 +126,7 @@ def _tag(schedule: Schedule, receive: Action) -> int:
 
 
 def _rendezvous(schedule: Schedule, needs: Needs) -> Needs:
-    """What each action waits for if a send lasts until its receive is posted."""
+    """Make a function from an action to what it waits for if a send lasts until its receive is posted."""
 
     def waits(rank: int, action: Action) -> Event | None:
         if action.op in RECEIVES.values():
@@ -132,6 +134,6 @@ def _rendezvous(schedule: Schedule, needs: Needs) -> Needs:
         if action.op in SENDS.values():
             return other_end(schedule.placement, rank, action)
         source = needs(rank, action)
-        return (source[0], message_of(SENDS, source[1])) if source and source[0] != rank else source
+        return (source[0], source[1].message(SENDS)) if source and source[0] != rank else source
 
     return waits

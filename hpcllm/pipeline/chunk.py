@@ -24,24 +24,24 @@ from hpcllm.pipeline.actions import Action, Op
 
 
 @dataclass
-class _Pass:
-    """What is kept of one forward pass."""
+class _Kept:
+    """State kept of one forward pass until its backward pass."""
 
     x: torch.Tensor
     output: GradientEdge
-    later: DeferredGradients | None  # None: the backward pass is whole
+    deferred: DeferredGradients | None  # None: the backward pass is whole
 
 
 @dataclass
 class Chunk:
-    """A rank's piece of the model, and what is kept of the microbatches that are on their way through it.
+    """A rank's piece of the model, and the state of the microbatches that are on their way through it.
 
     Where tp splits the sequence between the layers, hidden states are (size, sequence/tp, hidden).
     """
 
     decoder: Decoder
     loss: torch.Tensor = field(init=False)  # () float64 on the decoder's device: a sum, until set to 0
-    _passes: dict[int, _Pass] = field(default_factory=dict)  # by microbatch, from F to B or I
+    _passes: dict[int, _Kept] = field(default_factory=dict)  # by microbatch, from F to B or I
     _halves: dict[int, DeferredGradients] = field(default_factory=dict)  # from I to W
 
     def __post_init__(self) -> None:
@@ -49,48 +49,48 @@ class Chunk:
 
     @property
     def live(self) -> int:
-        """Microbatches of which something is kept."""
+        """Number of microbatches of which something is kept."""
         return len(self._passes) + len(self._halves)
 
     def forward(self, m: int, x: torch.Tensor, targets: torch.Tensor, scale: float, split: bool) -> torch.Tensor:
-        """Hidden states (size, sequence, hidden), or `scale` times the summed loss where the chunk has the head.
+        """Return hidden states (size, sequence, hidden), or `scale` times the summed loss where the chunk has the head.
 
         x: tokens (size, sequence) int64 where it has the embedding, else hidden states, which must not change before
         the backward pass. split: that pass will come in two halves. Nothing is kept while gradients are off.
         """
         if not self.decoder.span.has_embedding:
             x = x.detach().requires_grad_(torch.is_grad_enabled())
-        later = DeferredGradients() if split else None
-        output = self.decoder.hidden_states(x, later)
+        deferred = DeferredGradients() if split else None
+        output = self.decoder.hidden_states(x, deferred)
         if self.decoder.span.has_head:
-            loss = self.decoder.loss_sum(output, targets, later)
+            loss = self.decoder.loss_sum(output, targets, deferred)
             if self.decoder.tp.rank == 0:  # all tp ranks have the same
                 self.loss += loss.detach()
             output = loss * scale
         if torch.is_grad_enabled():
-            self._passes[m] = _Pass(x, get_gradient_edge(output), later)
+            self._passes[m] = _Kept(x, get_gradient_edge(output), deferred)
         detached: torch.Tensor = output.detach()
         return detached
 
     def backward(self, m: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient of x, None of tokens. The other gradients are added to .grad, or wait for `weights`.
+        """Return the gradient of x, None of tokens. The other gradients are added to .grad, or wait for `weights`.
 
         gradient: of the output; None where that is the loss.
         """
         kept = self._passes.pop(m)
         with torch.autograd.set_multithreading_enabled(False):  # else hooks call MPI from a thread of the device's
             torch.autograd.backward(kept.output, gradient)
-        if kept.later is not None:
-            self._halves[m] = kept.later
+        if kept.deferred is not None:
+            self._halves[m] = kept.deferred
         return kept.x.grad
 
     def weights(self, m: int, added: Callable[[torch.Tensor], None]) -> None:
-        """The second half of a backward pass in two; added: told of each parameter whose .grad was added to."""
+        """Run the second half of a backward pass in two; added: called with each parameter whose .grad was added to."""
         self._halves.pop(m).add(added)
 
 
 def additions(decoders: Sequence[Decoder], actions: Iterable[Action]) -> Counter[str]:
-    """Name of a parameter -> how many times these actions add to its gradient. decoders: of each chunk of the rank.
+    """Count how many times these actions add to the gradient of each parameter. decoders: of each chunk of the rank.
 
     A backward pass adds once to each, at B, or at I or W. An embedding that is also the head of the same chunk is split
     like no other: I adds what comes through the input, W what comes through the head, or I both if logits exist in

@@ -3,7 +3,7 @@
     RECV_F3 ...> F3 ---> SEND_F3          between two chunks of one rank:   F3 ---> F3.1     handed over,
     RECV_B3 ...> B3 ---> SEND_B3                                            B3 <--- B3.1     not a message
 
-The loop knows no schedule by name and no stage by its place: both stand in the actions. A buffer that something was
+The loop knows no schedule by name and no stage by its place: both are in the actions. A buffer that something was
 received into goes back to the link as soon as the work that reads it is done.
 """
 
@@ -16,33 +16,34 @@ from typing import TypeVar
 
 import torch
 
-from hpcllm.device import synchronize
-from hpcllm.pipeline.actions import Action, Op
+from hpcllm.pipeline.actions import Action, Op, other_end
 from hpcllm.pipeline.chunk import Chunk
 from hpcllm.pipeline.link import Link
-from hpcllm.pipeline.messages import other_end
 from hpcllm.pipeline.schedules import Schedule
+from hpcllm.system.device import synchronize
 
 T = TypeVar("T")
-Record = Callable[[str, str, float, float], None]  # "compute" or "wait", what, and from when to when, perf_counter's
+Record = Callable[[str, str, float, float], None]  # "compute" or "wait", a name, start and end by perf_counter
 
 
 @dataclass
 class Engine:
-    """Runs the microbatches of one step through the chunks of one rank."""
+    """Runs the actions of a schedule: the microbatches of one step through the chunks of one rank."""
 
     chunks: Sequence[Chunk]
     link: Link
-    added: Callable[[torch.Tensor], None] = lambda _: None  # told of each .grad that a W has added to
+    added: Callable[[torch.Tensor], None] = lambda _: None  # called with each parameter whose .grad a W has added to
     record: Record | None = None
     peak_live: int = 0  # activations of a microbatch in a chunk, the most that were kept at once in the last run
-    _split: frozenset[tuple[int, int]] = frozenset()  # microbatch and chunk of which the backward pass is in two
-    _here: dict[Action, torch.Tensor] = field(default_factory=dict)  # by its RECV: what another chunk handed over
-    _taken: dict[Action, torch.Tensor] = field(default_factory=dict)  # by its RECV: what the link wants back
-    _outgoing: dict[Action, torch.Tensor] = field(default_factory=dict)  # by its SEND
+    _split: frozenset[tuple[int, int]] = frozenset()  # (microbatch, chunk) whose backward pass comes in two halves
+    _here: dict[Action, torch.Tensor] = field(
+        default_factory=dict
+    )  # RECV -> tensor that another chunk of this rank handed over
+    _taken: dict[Action, torch.Tensor] = field(default_factory=dict)  # RECV -> tensor to be given back to the link
+    _outgoing: dict[Action, torch.Tensor] = field(default_factory=dict)  # SEND -> tensor to be sent
 
     def set_exact(self, exact: bool) -> None:
-        """While true nothing that travels between stages, or inside split layers, is coded; the same on all ranks."""
+        """Switch the codecs between stages and inside split layers off (True) or on; the same on all ranks."""
         self.link.exact = exact
         for chunk in self.chunks:
             chunk.decoder.exact = exact
@@ -106,7 +107,7 @@ class Engine:
         self._release(Action(Op.RECV_BACKWARD, action.microbatch, action.chunk))
 
     def _arrived(self, receive: Action) -> torch.Tensor:
-        """What a RECV brings, or what another chunk of this rank has handed over in its place."""
+        """Return the tensor of a RECV, or the one that another chunk of this rank has handed over in its place."""
         if receive in self._here:
             return self._here.pop(receive)
         self._taken[receive] = self._timed("wait", str(receive), lambda: self.link.take(receive))

@@ -1,4 +1,4 @@
-"""Where the time of a measured step went: what each rank computed, and why it computed nothing in the rest of the time.
+"""Explain where the time of a measured step went: what each rank computed, and why it idled in the rest.
 
 The schedule is replayed several times, each time with one more thing that really happened; messages take no time. How
 much longer a replay takes than the one before is what that thing cost:
@@ -17,6 +17,13 @@ Only bubble and imbalance can differ between ranks: the rank with the slowest st
 pipeline of equal stages, so its imbalance is below zero, and the others wait for it. The replays `uneven`, `late` and
 `busy` start no action later than it really started, so late start, engine and exposed communication are below zero by
 no more than the error of the clocks. Pure.
+
+The report shows the slowest replica, measured over ideal:
+
+            0         5         10
+    rank 0  F0-- F1-- ....B0------            measured
+    rank 0  F0-- F1-- ..B0------              ideal
+    rank    computed   bubble   imbalance ... the parts of a row add up to the measured step
 """
 
 from __future__ import annotations
@@ -28,24 +35,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
+from typing import Any
 
-from hpcllm.pipeline.clock import clock, in_order, spans_of
-from hpcllm.pipeline.dependencies import Event, Step
-from hpcllm.pipeline.grid import Rows
+from hpcllm.pipeline.clock import Event, Step, clock, in_order, spans_of
+from hpcllm.pipeline.grid import Rows, fit_labelled, legend_lines, timeline_lines
 from hpcllm.pipeline.measured import Measured, Wait
+from hpcllm.pipeline.picture import Panel
+from hpcllm.system.text import percent, printable, table
 
-PARTS = ("bubble", "imbalance", "uneven", "late_start", "engine", "exposed_communication")
-Times = dict[Event, float]  # of a rank's action, seconds
+PARTS = {  # part of the lost time -> its meaning
+    "bubble": "what the schedule idles if all stages are equally fast",
+    "imbalance": "more (or, on the slowest rank, less) idling because stages are not equally fast",
+    "uneven": "longer (or shorter) because one microbatch took longer than another on the same stage",
+    "late_start": "longer because a rank entered the step late",
+    "engine": "longer because ranks did something else between actions: posting, (de)compressing, Python",
+    "exposed_communication": "the rest: waiting for messages that were on their way, clock error included",
+}
+MOST_WAITS = 3  # waits that the report names
+Times = dict[Event, float]  # seconds that a rank's action takes
 
 
 @dataclass(frozen=True)
 class RankTime:
-    """The step of one rank: useful_s + the sum of `lost_s` = the measured step."""
+    """Times of one rank in the step: useful_s + the sum of `lost_s` = the measured step."""
 
     useful_s: float
     lost_s: dict[str, float]  # by the names of PARTS
     entered_late_s: float  # after the first rank
-    own_engine_s: float  # what this rank did between its actions; the part is what that cost the step
+    own_engine_s: float  # this rank's work between its actions; the part `engine` is what that cost the step
     waited_s: float
     longest_wait: Wait | None
 
@@ -91,9 +108,9 @@ def _rank_time(measured: Measured, rank: int, parts_s: Sequence[float], gaps: Ti
 def replay(
     order: Sequence[Step], times: Times, gaps: Mapping[Event, float] | None = None, entries: Sequence[float] = ()
 ) -> Rows:
-    """When each action would run if messages took no time.
+    """Find when each action would run if messages took no time.
 
-    order: clock.in_order's; times: how long each action takes; gaps: how long its rank is busy with something else
+    order: from clock.in_order; times: how long each action takes; gaps: how long its rank is busy with something else
     before it; entries: when each rank enters the step, else at 0.
     """
     pauses = gaps or defaultdict(float)
@@ -102,7 +119,7 @@ def replay(
 
 
 def _means(real: Times, kind: Callable[..., object]) -> Times:
-    """For each action the mean of all of its kind."""
+    """Replace each time by the mean of all actions of its kind."""
     kinds = defaultdict[object, list[float]](list)
     for event, time_s in real.items():
         kinds[kind(*event)].append(time_s)
@@ -111,7 +128,7 @@ def _means(real: Times, kind: Callable[..., object]) -> Times:
 
 
 def _gaps(measured: Measured) -> Times:
-    """How long a rank neither computed nor waited before each action, since the action before."""
+    """Seconds in which a rank neither computed nor waited before each action, since the action before."""
     gaps = {}
     for rank, (row, waits, free) in enumerate(zip(measured.rows, measured.waits, measured.entries, strict=True)):
         waited = _waited(waits)
@@ -122,7 +139,7 @@ def _gaps(measured: Measured) -> Times:
 
 
 def _waited(waits: Sequence[Wait]) -> Callable[[float], float]:
-    """How long a rank had waited by some time; what two waits share counts once."""
+    """Return a function from a time to how long the rank had waited by then; what two waits share counts once."""
     apart: list[tuple[float, float]] = []
     for _, start, end in waits:
         first = max(start, apart[-1][1]) if apart else start
@@ -144,3 +161,119 @@ def _idle(rows: Rows, rank: int) -> float:
 
 def _end(rows: Rows) -> float:
     return max(end for row in rows for _, _, end in row)
+
+
+def explanation_lines(explanations: Sequence[Explanation], columns: int) -> list[str]:
+    """The report: the slowest replica's step, drawn and explained."""
+    it = _slowest(explanations)
+    measured, unit = it.measured, "ms"
+    rows, ideal = _ms(measured.rows), _ms(it.ideal)
+    grid = fit_labelled([rows, ideal], columns)
+    which = f", replica {measured.replica}, the slowest of {len(explanations)}" if len(explanations) > 1 else ""
+    return [
+        f"{measured.schedule.title()}; step {measured.step}{which}",
+        "",
+        f"measured: {1e3 * measured.end:.2f} ms",
+        *timeline_lines(grid, rows, 1e3 * measured.end, unit),
+        "",
+        f"ideal: {1e3 * it.ideal_s:.2f} ms, with the mean time of each stage and messages that take none",
+        *timeline_lines(grid, ideal, 1e3 * it.ideal_s, unit),
+        *legend_lines(grid, measured.rows),
+        "",
+        f"measured / ideal = {measured.end / it.ideal_s:.3f}; the step of each rank in ms, the parts add up to it:",
+        *table(["rank", "computed", *(_name(part) for part in PARTS), "step"], _parts_rows(it)),
+        *(f"  {_name(part)}: {words}" for part, words in PARTS.items()),
+        "",
+        "who it was, ms:",
+        *table(["rank", "entered late", "waited", "engine's own work"], _rank_rows(it)),
+        *_longest_waits(it),
+        f"  clocks of two ranks differ by at most {1e3 * measured.clock_error_s:.3f} ms",
+    ]
+
+
+def explanation_facts(explanations: Sequence[Explanation]) -> dict[str, Any]:
+    """Numbers of every replica for --json, in seconds."""
+    measured = explanations[0].measured
+    return {
+        **measured.schedule.shape(),
+        "step": measured.step,
+        "clock_error_s": measured.clock_error_s,
+        "replicas": [_replica_facts(explanation) for explanation in explanations],
+    }
+
+
+def explanation_panels(explanations: Sequence[Explanation]) -> list[Panel]:
+    """The slowest replica for a picture: measured above ideal, in ms."""
+    it = _slowest(explanations)
+    name, end_s = it.measured.schedule.title(), it.measured.end
+    waits = [[(1e3 * start, 1e3 * end) for _, start, end in row] for row in it.measured.waits]
+    above = f"measured, step {it.measured.step} of {name}: {1e3 * end_s:.2f} ms"
+    return [
+        Panel(above, _ms(it.measured.rows), 1e3 * end_s, _idle_texts(it, end_s), waits),
+        Panel(f"ideal: {1e3 * it.ideal_s:.2f} ms", _ms(it.ideal), 1e3 * it.ideal_s, _idle_texts(it, it.ideal_s)),
+    ]
+
+
+def _slowest(explanations: Sequence[Explanation]) -> Explanation:
+    return max(explanations, key=lambda explanation: explanation.measured.end)
+
+
+def _idle_texts(it: Explanation, end_s: float) -> tuple[str, ...]:
+    return tuple(f"idle {percent(1 - rank.useful_s / end_s)}" for rank in it.ranks)
+
+
+def _ms(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    return [[(what, 1e3 * start, 1e3 * end) for what, start, end in row] for row in rows]
+
+
+def _name(part: str) -> str:
+    return part.replace("_", " ")
+
+
+def _parts_rows(it: Explanation) -> list[list[str]]:
+    return [
+        [str(rank), *(_in_ms(time_s) for time_s in (time.useful_s, *time.lost_s.values(), it.measured.end))]
+        for rank, time in enumerate(it.ranks)
+    ]
+
+
+def _rank_rows(it: Explanation) -> list[list[str]]:
+    return [
+        [str(rank), *map(_in_ms, (time.entered_late_s, time.waited_s, time.own_engine_s))]
+        for rank, time in enumerate(it.ranks)
+    ]
+
+
+def _longest_waits(it: Explanation) -> list[str]:
+    waits = [(rank, time.longest_wait) for rank, time in enumerate(it.ranks) if time.longest_wait]
+    waits.sort(key=lambda wait: wait[1][1] - wait[1][2])
+    return [
+        f"  rank {rank} waited {_in_ms(end - start)} ms, from {_in_ms(start)} ms on, for {printable(what)}"
+        for rank, (what, start, end) in waits[:MOST_WAITS]
+    ]
+
+
+def _in_ms(time_s: float) -> str:
+    return f"{1e3 * time_s:.2f}"
+
+
+def _replica_facts(it: Explanation) -> dict[str, Any]:
+    return {
+        "replica": it.measured.replica,
+        "step_s": it.measured.end,
+        "ideal_s": it.ideal_s,
+        "per_rank": [_rank_facts(rank, time) for rank, time in enumerate(it.ranks)],
+    }
+
+
+def _rank_facts(rank: int, time: RankTime) -> dict[str, Any]:
+    wait = time.longest_wait
+    return {
+        "rank": rank,
+        "useful_s": time.useful_s,
+        **{f"{part}_s": time_s for part, time_s in time.lost_s.items()},
+        "entered_late_s": time.entered_late_s,
+        "own_engine_s": time.own_engine_s,
+        "waited_s": time.waited_s,
+        "longest_wait": wait and {"for": wait[0], "start_s": wait[1], "end_s": wait[2]},
+    }

@@ -16,19 +16,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
-from hpcllm.pipeline.actions import Action
+from hpcllm.pipeline.actions import Action, Op
 from hpcllm.pipeline.clock import Span
 
-Rows = Sequence[Sequence[Span]]  # of each rank
+Rows = Sequence[Sequence[Span]]  # the spans of each rank
 MARK_COLUMNS = 10  # from one number of the time axis to the next, at least
 MOST_TICKS = 10_000  # a timeline of more has no tick worth a cell
 CUT = " ~ "
+NARROWEST = 20  # columns of a grid, however narrow the terminal
 FINE = 3  # an action of more ticks than this is scaled down rather than cut out
+MEANINGS = {
+    Op.FORWARD: "forward pass of a microbatch",
+    Op.BACKWARD: "its backward pass",
+    Op.BACKWARD_INPUT: "its backward pass for the input only: the rank before waits for this gradient",
+    Op.BACKWARD_WEIGHT: "the rest of its backward pass, for the weights: nobody waits for it, so it fills gaps",
+}
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How the times of a timeline become columns."""
+    """The mapping from the times of a timeline to columns of text."""
 
     scale: float  # columns a unit of time
     tick: float  # time of a cell; 0: the durations have no common measure
@@ -36,7 +43,7 @@ class Grid:
     columns: int  # of a row, at most; a longer one loses its middle
 
     def row(self, spans: Sequence[Span], until: float) -> str:
-        """One rank's work up to a time, idle cells as points."""
+        """Draw one rank's work up to a time, idle cells as points."""
         width = self._column(until)
         idle = ("." + " " * (self._cell - 1)) * -(-width // self._cell)
         row, at = "", 0
@@ -47,7 +54,7 @@ class Grid:
         return self._cut(row + idle[at:width])
 
     def axis(self, until: float) -> str:
-        """Times above the columns where they are."""
+        """Write times above the columns where they are."""
         step, width, row = round_step(MARK_COLUMNS / self.scale), self._column(until), ""
         for k in range(math.ceil(until / step)):
             at, mark = self._column(k * step), f"{k * step:.6g}"
@@ -57,12 +64,12 @@ class Grid:
         return self._cut(f"{row:<{width}}"[: max(width, len(row.rstrip()))])
 
     def has_room(self, span: Span) -> bool:
-        """For the name of an action and a space."""
+        """True if the name of an action and a space fit."""
         action, start, end = span
         return self._column(end) - self._column(start) > len(str(action))
 
     def note(self, unit: str, until: float) -> str:
-        """What a column stands for, and what is lost."""
+        """Say what a column stands for, and what is lost."""
         if self.tick and self.named:
             return f"one cell: {_times(self.tick, unit)}"
         if self.tick and self.scale * self.tick >= 1:
@@ -73,12 +80,12 @@ class Grid:
         return f"scaled to the width, one column: {_times(1 / self.scale, unit)}{lost}"
 
     def _cut(self, row: str) -> str:
-        """The row, without its middle if it is too long."""
+        """Cut the middle out of a row that is too long."""
         edges = self._edges(len(row))
         return (row[: edges[0]] + CUT + row[edges[1] :] if edges else row).rstrip()
 
     def _edges(self, width: int) -> tuple[int, ...]:
-        """Where the middle that is left out begins and ends, if it is."""
+        """Begin and end of the middle that is left out, if it is."""
         half = (self.columns - len(CUT)) // 2
         return (half, width - half) if width > self.columns else ()
 
@@ -98,7 +105,7 @@ class Grid:
 
 
 def fit(timelines: Sequence[Rows], columns: int) -> Grid:
-    """The grid of at most so many columns for one timeline, or for several to be read one above the other."""
+    """Make the grid of at most so many columns for one timeline, or for several to be read one above the other."""
     spans = [span for rows in timelines for row in rows for span in row]
     longest = max((end for _, _, end in spans), default=0.0) or 1.0
     tick = common_tick((end - start for _, start, end in spans), longest)
@@ -112,13 +119,40 @@ def fit(timelines: Sequence[Rows], columns: int) -> Grid:
     return grid if all(map(grid.has_room, spans)) else replace(grid, named=False)
 
 
+def fit_labelled(timelines: Sequence[Rows], columns: int) -> Grid:
+    """Fit as `fit` does, with room for the labels of `timeline_lines`."""
+    return fit(timelines, max(columns - _label_width(timelines[0]), NARROWEST))
+
+
+def timeline_lines(grid: Grid, rows: Rows, until: float, unit: str) -> list[str]:
+    """Draw one timeline: the axis, a labelled row for each rank, and what a column stands for."""
+    width = _label_width(rows)
+    ranks = [f"{f'rank {rank}':<{width}}{grid.row(row, until)}" for rank, row in enumerate(rows)]
+    return [f"{'':<{width}}{grid.axis(until)}", *ranks, f"{'':<{width}}({grid.note(unit, until)})"]
+
+
+def legend_lines(grid: Grid, rows: Rows) -> list[str]:
+    """Explain the symbols in a grid of these rows."""
+    actions = {action for row in rows for action, _, _ in row}
+    ops, number = {action.op for action in actions}, "3" if grid.named else ""
+    names = [f"{op + number:<5} {words}" for op, words in MEANINGS.items() if op in ops]
+    if grid.named and any(action.chunk for action in actions):
+        names.append("F3.1  the same in chunk 1, the rank's second piece of the model")
+    names += [f"{'--' if grid.named else 'small':<5} it goes on", f"{'.':<5} the rank is idle"]
+    return [f"  {name}" for name in names]
+
+
+def _label_width(rows: Rows) -> int:
+    return len(f"rank {len(rows) - 1}") + 2
+
+
 def _nearest(value: float) -> int:
-    """Half goes up: what starts one later ends one later. What floating point left off is ignored."""
+    """Round half up: what starts one later ends one later. What floating point left off is ignored."""
     return math.floor(value + 0.5 + 1e-9)
 
 
 def common_tick(durations: Iterable[float], longest: float) -> float:
-    """The largest time of which all durations are multiples, or 0 where there is none worth a cell."""
+    """Find the largest time of which all durations are multiples, or 0 where there is none worth a cell."""
     nothing = longest * 1e-9  # what sums of floating point numbers may be off
 
     def measure(a: float, b: float) -> float:  # Euclid's, where what is nearly 0 is 0
@@ -139,6 +173,6 @@ def _times(time: float, unit: str) -> str:
 
 
 def round_step(least: float) -> float:
-    """For the marks of an axis: 1, 2 or 5 times a power of ten, at least so much."""
+    """Choose the distance of an axis's marks: 1, 2 or 5 times a power of ten, at least so much."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))

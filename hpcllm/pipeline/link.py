@@ -1,4 +1,4 @@
-"""The wires of one rank: activations come from the virtual stage before, their gradients from the one after.
+"""The messages of one rank: activations come from the virtual stage before, their gradients from the one after.
 
         stage before              this stage             stage after
         --- RECV_F3 -->  take(RECV_F3)
@@ -6,13 +6,13 @@
                          take(RECV_B3)   <-- RECV_B3 ---
         <-- SEND_B3 ---         backward
 
-    tensor --codec of the wire--> bytes ~~~~> bytes --decode, at take--> tensor          raw: no copy on either side
+    tensor --codec of the peer--> bytes ~~~~> bytes --decode, at take--> tensor          raw: no copy on either side
 
 Nothing here waits for another rank but `take` and `finish`: two ranks may send to each other at once. Buffers come from
 a pool and go back to it when their microbatch is done; what is sent is kept until its message has left.
 
 Tensors of a device are sent once the device has made them, so `send` waits for that; their bytes lie where MPI can read
-them (messages/memory.py): raw ones are copied there, and back if that is the host.
+them (mpi/message_memory.py): raw ones are copied there, and back if that is the host.
 """
 
 from __future__ import annotations
@@ -26,42 +26,40 @@ import torch
 from mpi4py import MPI
 
 from hpcllm.codecs import Codec, find_codec
-from hpcllm.codecs.raw import Raw
-from hpcllm.mesh import Mesh
-from hpcllm.messages import buffers
-from hpcllm.messages.memory import MessageMemory, memory_for
-from hpcllm.pipeline.actions import Action, Op, message_tag
-from hpcllm.pipeline.messages import other_end
-from hpcllm.pipeline.placement import Placement
-from hpcllm.waiting import Waits
+from hpcllm.codecs.casts import Raw
+from hpcllm.mpi import buffers
+from hpcllm.mpi.mesh import Mesh
+from hpcllm.mpi.message_memory import MessageMemory, memory_for
+from hpcllm.mpi.wait import Waits
+from hpcllm.pipeline.actions import Action, Op, Placement, message_tag, other_end
 
-FORWARD, BACKWARD = Op.FORWARD, Op.BACKWARD  # which way a message goes
-WAYS = {
+FORWARD, BACKWARD = Op.FORWARD, Op.BACKWARD  # directions of a message
+DIRECTION = {
     Op.RECV_FORWARD: FORWARD,
     Op.SEND_FORWARD: FORWARD,
     Op.RECV_BACKWARD: BACKWARD,
     Op.SEND_BACKWARD: BACKWARD,
 }
 CPU = torch.device("cpu")
-CARGO = {FORWARD: "activation", BACKWARD: "gradient"}
-Codecs = dict[tuple[Op, int], str]  # way, and the rank at the other end -> codec
+CONTENT = {FORWARD: "activation", BACKWARD: "gradient"}
+Codecs = dict[tuple[Op, int], str]  # direction, rank at the other end -> codec
 
 
 @dataclass(frozen=True)
 class Message:
-    """One that is on its way."""
+    """A message that is on its way."""
 
-    action: Action  # of this rank: its RECV or SEND
+    action: Action  # this rank's RECV or SEND
     peer: int  # the rank of the pipeline at the other end
     requests: list[MPI.Request]
-    memory: torch.Tensor  # what it is read from or lands in
+    memory: torch.Tensor  # bytes that are sent or received into
     codec: Codec
     since_s: float = field(default_factory=time.perf_counter)  # when it was started
 
 
 @dataclass
 class Link:
-    """Messages of one rank of a pipeline; every one has the same shape, (microbatch, sequence, hidden), and type.
+    """Messages of one rank of a pipeline. All have one type and one shape, (microbatch, sequence, hidden).
 
     Where tp splits the sequence between its layers, a message holds the part of this rank, and so does its peer.
     """
@@ -70,17 +68,17 @@ class Link:
     placement: Placement
     shape: tuple[int, ...]
     waits: Waits
-    codecs: Codecs = field(default_factory=dict)  # raw where nothing is said
+    codecs: Codecs = field(default_factory=dict)  # raw for a pair that is not in here
     dtype: torch.dtype = torch.float32
     device: torch.device = CPU
     exact: bool = False  # while true all messages are raw, whatever `codecs` says; the same on both sides
-    plain_bytes: dict[Op, int] = field(default_factory=lambda: dict.fromkeys(CARGO, 0))
-    sent_bytes: dict[Op, int] = field(default_factory=lambda: dict.fromkeys(CARGO, 0))
+    plain_bytes: dict[Op, int] = field(default_factory=lambda: dict.fromkeys(CONTENT, 0))
+    sent_bytes: dict[Op, int] = field(default_factory=lambda: dict.fromkeys(CONTENT, 0))
     coming: dict[Action, Message] = field(default_factory=dict)  # by its RECV
     leaving: list[Message] = field(default_factory=list)
     memory: MessageMemory = field(init=False)
-    _carried: dict[str, Codec] = field(default_factory=dict)  # by name
-    # by type of the device and size
+    _codecs_by_name: dict[str, Codec] = field(default_factory=dict)
+    # (type of the device, bytes) -> buffers of the pool
     _free: defaultdict[tuple[str, int], list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
@@ -96,7 +94,7 @@ class Link:
         self.coming[action] = Message(action, peer, requests, landing, codec)
 
     def take(self, action: Action) -> torch.Tensor:
-        """The tensor of a RECV that was started, once it is here; to be handed back by `release`. Raises StallError."""
+        """Wait for a RECV that was started; returns its tensor, to be handed back by `release`. Raises StallError."""
         message = self.coming[action]
         self.waits.all(message.requests, lambda: self.describe(message))
         del self.coming[action]  # not before: a message later than the limit must not land in freed memory
@@ -109,8 +107,8 @@ class Link:
         return tensor
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Give a taken buffer back to the pool; nobody may read it after this, but a device what it was told before."""
-        self.memory.mark(buffer)
+        """Give a taken buffer back to the pool. Nobody may read it after this but work already queued on a device."""
+        self.memory.record(buffer)
         self._put_back(buffers.as_bytes(buffer))
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
@@ -125,12 +123,12 @@ class Link:
         elif self._pools_raw:
             kept = data = self._message_buffer(plain.nbytes)
             data.view(plain.dtype).copy_(plain.view(-1))
-            self.memory.mark(data)
+            self.memory.record(data)
         self.memory.before_send(data)
         requests = buffers.isend(self.mesh.pp, data, peer, self._tag(action, receive.chunk))
         self.leaving.append(Message(action, peer, requests, kept, codec))
-        self.plain_bytes[WAYS[action.op]] += tensor.nbytes
-        self.sent_bytes[WAYS[action.op]] += data.nbytes
+        self.plain_bytes[DIRECTION[action.op]] += tensor.nbytes
+        self.sent_bytes[DIRECTION[action.op]] += data.nbytes
 
     def finish(self) -> None:
         """Wait until everything sent has left. Raises StallError."""
@@ -139,11 +137,11 @@ class Link:
         self._reap()
 
     def describe(self, message: Message) -> str:
-        """'the activation of microbatch 3 from stage 1 (rank 5), RECV_F3 posted 31.4 s ago'."""
+        """Describe a message: 'the activation of microbatch 3 from stage 1 (rank 5), RECV_F3 posted 31.4 s ago'."""
         _, theirs = self._other_end(message.action)
         virtual = self.placement.stage(message.peer, theirs.chunk)
         stage = f"stage {virtual} (rank {self.mesh.world_rank(message.peer)})"
-        what = f"the {CARGO[WAYS[message.action.op]]} of microbatch {message.action.microbatch}"
+        what = f"the {CONTENT[DIRECTION[message.action.op]]} of microbatch {message.action.microbatch}"
         posted = f"{message.action} posted {time.perf_counter() - message.since_s:.1f} s ago"
         if theirs.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD):
             return f"{what} from {stage}, {posted}"
@@ -161,28 +159,28 @@ class Link:
 
     @property
     def _pools_raw(self) -> bool:
-        """Whether raw tensors are copied too: of a device's memory MPI gets to see the pool's alone."""
+        """True if raw tensors are copied too: of a device's memory MPI gets to see the pool's alone."""
         return self.memory.place != "cpu"
 
     def _other_end(self, action: Action) -> tuple[int, Action]:
         return other_end(self.placement, self.mesh.pp.rank, action)
 
     def _tag(self, action: Action, receiving_chunk: int) -> int:
-        return message_tag(action.microbatch, receiving_chunk, self.placement.chunks, WAYS[action.op] is BACKWARD)
+        return message_tag(action.microbatch, receiving_chunk, self.placement.chunks, DIRECTION[action.op] is BACKWARD)
 
     def _codec(self, action: Action, peer: int) -> Codec:
-        name = "raw" if self.exact else self.codecs.get((WAYS[action.op], peer), "raw")
-        if name not in self._carried:
-            self._carried[name] = self.memory.carry(find_codec(name, self.dtype, self.device.type))
-        return self._carried[name]
+        name = "raw" if self.exact else self.codecs.get((DIRECTION[action.op], peer), "raw")
+        if name not in self._codecs_by_name:
+            self._codecs_by_name[name] = self.memory.staged(find_codec(name, self.dtype, self.device.type))
+        return self._codecs_by_name[name]
 
     def _message_buffer(self, size_bytes: int) -> torch.Tensor:
-        """Where MPI can read and write."""
+        """Take a buffer that MPI can read and write."""
         free = self._free[self.memory.place, size_bytes]
         return free.pop() if free else self.memory.allocate(size_bytes)
 
     def _value_buffer(self, size_bytes: int) -> torch.Tensor:
-        """Where this rank computes."""
+        """Take a buffer on the device where this rank computes."""
         free = self._free[self.device.type, size_bytes]
         return free.pop() if free else torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 

@@ -1,4 +1,4 @@
-"""A step as it was measured, read back from a trace: what each rank computed and waited for, and when.
+"""Reading a trace: a step as it was measured, with what each rank computed and waited for, and when.
 
     trace (Chrome's JSON, microseconds)               one Measured a replica, seconds since its first rank entered
     tid 1 |  F0 |  F1 |wait|   B0   |                 rows    ((F0, 0.0, 0.2), (F1, 0.2, 0.4), (B0, 0.5, 0.9)), ...
@@ -19,18 +19,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpcllm.errors import DataError, ScheduleError
-from hpcllm.pipeline.actions import Action
+from hpcllm.pipeline.actions import Action, Placement
 from hpcllm.pipeline.checker import check
 from hpcllm.pipeline.clock import Span
 from hpcllm.pipeline.grid import Rows
-from hpcllm.pipeline.placement import Placement
 from hpcllm.pipeline.schedules import Schedule
 
-Wait = tuple[str, float, float]  # for what, start, end
-CLOCK_STEP_S = 2e-6  # what rounding to microseconds may make one event reach into the next
-FIRST_ID = 1  # of replicas and ranks: 0 would be the idle task of Linux to Perfetto, which shows it otherwise
-LARGEST = 1 << 31  # of a count in a trace
-LONGEST_NAME = 40  # of an action; more is cut off before it is repeated
+Wait = tuple[str, float, float]  # a name, start, end
+CLOCK_STEP_S = 2e-6  # overlap of two events that rounding to microseconds may cause
+FIRST_ID = 1  # number of the first replica and rank; Perfetto takes 0 for the idle task of Linux
+LARGEST = 1 << 31  # largest count in a trace
+LONGEST_NAME = 40  # characters of an action's name that an error repeats
 T = TypeVar("T")
 _Events = dict[tuple[str, int, int], list[Wait]]  # category, replica, rank
 
@@ -43,24 +42,24 @@ class Measured:
     step: int
     replica: int
     clock_error_s: float  # between two ranks, at most
-    rows: Rows  # what each rank computed
-    waits: tuple[tuple[Wait, ...], ...]  # of each rank
+    rows: Rows  # spans that each rank computed
+    waits: tuple[tuple[Wait, ...], ...]  # waits of each rank
 
     @property
     def entries(self) -> tuple[float, ...]:
-        """When each rank began to compute or to wait."""
+        """Time at which each rank began to compute or to wait."""
         return tuple(
             min(start for _, start, _ in (*row, *waits)) for row, waits in zip(self.rows, self.waits, strict=True)
         )
 
     @property
     def end(self) -> float:
-        """When the last rank had neither anything to compute nor to wait for."""
+        """Time at which the last rank had neither anything to compute nor to wait for."""
         return max(end for row in (*self.rows, *self.waits) for _, _, end in row)
 
 
 def read_trace(path: Path) -> tuple[Measured, ...]:
-    """Each replica's measured step, in order. Raises DataError, for a file that cannot be read too."""
+    """Read each replica's measured step, in order. Raises DataError, for a file that cannot be read too."""
     try:
         return parse_trace(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -70,7 +69,7 @@ def read_trace(path: Path) -> tuple[Measured, ...]:
 
 
 def parse_trace(text: str) -> tuple[Measured, ...]:
-    """The same from a trace's text. Raises DataError, and ScheduleError where the schedule in it is broken."""
+    """Read each replica's measured step from a trace's text. Raises DataError, ScheduleError."""
     try:
         trace = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -97,26 +96,26 @@ def _since(zero: float, rows: list[list[tuple[T, float, float]]]) -> tuple[tuple
 
 
 def _rows(schedule: Schedule, replica: int, events: _Events) -> list[list[Span]]:
-    """What each rank of a replica computed, which must be what its schedule says."""
+    """Collect what each rank of a replica computed, which must be what its schedule says."""
     rows = []
-    for rank, told in enumerate(schedule.work()):
+    for rank, planned in enumerate(schedule.work()):
         found = sorted(events["compute", replica, rank], key=_start)
         where = f"rank {rank} of replica {replica}"
-        if [name for name, _, _ in found] != [str(action) for action in told]:
-            raise DataError(f"{where} {_difference([name for name, _, _ in found], told)}")
-        rows.append(_one_after_the_other(where, [(a, s, e) for a, (_, s, e) in zip(told, found, strict=True)]))
+        if [name for name, _, _ in found] != [str(action) for action in planned]:
+            raise DataError(f"{where} {_difference([name for name, _, _ in found], planned)}")
+        rows.append(_one_after_the_other(where, [(a, s, e) for a, (_, s, e) in zip(planned, found, strict=True)]))
     return rows
 
 
-def _difference(found: Sequence[str], told: Sequence[Action]) -> str:
-    for k, (name, action) in enumerate(zip(found, told, strict=False)):
+def _difference(found: Sequence[str], planned: Sequence[Action]) -> str:
+    for k, (name, action) in enumerate(zip(found, planned, strict=False)):
         if name != str(action):
             return f"did {name[:LONGEST_NAME]!r} as its action {k}, where its schedule says {str(action)!r}"
-    return f"did {len(found)} actions, its schedule says {len(told)}"
+    return f"did {len(found)} actions, its schedule says {len(planned)}"
 
 
 def _one_after_the_other(where: str, row: Sequence[Span]) -> list[Span]:
-    """The same, where what rounding made overlap no longer does."""
+    """Remove overlaps that come from rounding. Raises DataError for larger ones."""
     apart, free = list[Span](), -math.inf
     for action, start, end in row:
         if start < free - CLOCK_STEP_S:
@@ -128,7 +127,7 @@ def _one_after_the_other(where: str, row: Sequence[Span]) -> list[Span]:
 
 
 def _schedule(about: dict[str, Any]) -> Schedule:
-    """The schedule that was run. Raises DataError, ScheduleError."""
+    """Read the schedule that was run. Raises DataError, ScheduleError."""
     name, kind = _value(about, "schedule", str), _value(about, "placement", str)
     if kind not in ("loop", "v"):
         raise DataError(f"its placement is {kind!r}; valid: 'loop', 'v'")
@@ -146,7 +145,7 @@ def _schedule(about: dict[str, Any]) -> Schedule:
 
 
 def _events(events: list[Any], ranks: int) -> _Events:
-    """Name, start and end of what was computed and waited for, in seconds."""
+    """Collect name, start and end of what was computed and waited for, in seconds."""
     found: _Events = defaultdict(list)
     for event in events:
         if not isinstance(event, dict) or event.get("ph") != "X" or event.get("cat") not in ("compute", "wait"):
@@ -167,7 +166,7 @@ def _start(event: Wait) -> float:
 
 
 def _value(table: Any, key: str, kind: type[T]) -> T:
-    """Raises DataError if the table is none, lacks the key or has something else there."""
+    """Get a value of the given type. Raises DataError if it is missing or of another type."""
     value = table.get(key) if isinstance(table, dict) else None
     if not isinstance(value, kind):
         raise DataError(f"it has no {key!r} that is a {kind.__name__}")

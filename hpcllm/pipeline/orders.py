@@ -1,4 +1,4 @@
-"""In which order each rank of a pipeline does its work: the schedules, without messages. One tick a cell, a B has two.
+"""The order of each rank's work in each schedule, without messages. Pure. One tick a cell, a B has two.
 
 gpipe, 3 ranks, 4 microbatches: no F after a B
 rank 0   F0 F1 F2 F3 .  .  .  .  .  .  B0 -- B1 -- B2 -- B3 --
@@ -45,10 +45,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from hpcllm.pipeline.actions import Action, Op
-from hpcllm.pipeline.placement import Placement
-
-F, B, I, W = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # noqa: E741 -- the field's names
+from hpcllm.pipeline.actions import Action, B, F, I, Op, Placement, W
 
 
 def gpipe(placement: Placement, microbatches: int, rank: int) -> Iterator[Action]:  # noqa: ARG001 -- all ranks alike
@@ -66,14 +63,14 @@ def interleaved(placement: Placement, microbatches: int, rank: int) -> Iterator[
     """1F1B over groups of microbatches that go through all chunks before the next group comes.
 
     A group has as many microbatches as there are ranks, or some more each if they do not divide: with fewer, the last
-    rank's next forward pass would come to stand behind a backward pass that waits for it.
+    rank's next forward pass would come behind a backward pass that waits for it.
     """
     ranks, chunks = placement.ranks, range(placement.chunks)
     groups = _groups(microbatches, ranks)
     forwards = [Action(F, m, chunk) for group in groups for chunk in chunks for m in group]
     backwards = [Action(B, m, chunk) for group in groups for chunk in reversed(chunks) for m in group]
-    lap = 2 if placement.chunks > 1 else 1  # alternating, a rank starts a chunk every second tick
-    warmup = lap * (ranks - 1 - rank) + (placement.chunks - 1) * len(groups[0])
+    stride = 2 if placement.chunks > 1 else 1  # alternating, a rank starts a chunk every second tick
+    warmup = stride * (ranks - 1 - rank) + (placement.chunks - 1) * len(groups[0])
     yield from _alternate(warmup, forwards, backwards)
 
 
@@ -126,7 +123,7 @@ def forward(placement: Placement, microbatches: int) -> list[list[Action]]:
 
 
 def _v_pattern(ranks: int, microbatches: int, rank: int) -> Iterator[tuple[Op, int]]:
-    """What to do next and for which chunk; the microbatches of each go in order."""
+    """Yield op and chunk of each action; the microbatches of each go in order."""
     back, after = ranks - rank, rank  # ranks from this one to the turn of the V, and before this one
     yield from [(F, 0)] * (2 * back - 1)
     yield from [(F, 1), (F, 0)] * after
@@ -155,7 +152,7 @@ def _groups(microbatches: int, ranks: int) -> list[range]:
 
 
 def _alternate(warmup: int, forwards: Iterable[Action], backwards: Iterable[Action]) -> Iterator[Action]:
-    """`warmup` forwards, then one forward and one backward by turns, then the backwards that are left."""
+    """Yield `warmup` forwards, then one forward and one backward by turns, then the backwards that are left."""
     gradients = iter(backwards)
     for place, action in enumerate(forwards):
         yield action

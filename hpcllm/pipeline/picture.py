@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hpcllm.pipeline.actions import Op
-from hpcllm.pipeline.canvas import Box, Canvas, Words
 from hpcllm.pipeline.clock import Span
 from hpcllm.pipeline.grid import Rows, round_step
+from hpcllm.plotting import Box, Canvas, Label
 
 COLOURS = {  # fill, colour of the number on it
     Op.FORWARD: ("#bfe0f7", "#222222"),
@@ -56,7 +56,7 @@ def draw(panels: Sequence[Panel], unit: str) -> Canvas:
     """The picture of all panels, one under the other."""
     until = max(panel.until for panel in panels) or 1.0
     width = _plot_width(panels, until)
-    shapes: list[Box | Words] = []
+    shapes: list[Box | Label] = []
     top = 0.0
     for panel in panels:
         shapes += _panel(panel, top, width / until)
@@ -74,21 +74,21 @@ def _plot_width(panels: Sequence[Panel], until: float) -> float:
     return min(WIDEST, max(NARROWEST, USUAL_BOX * until / usual if usual else 0))
 
 
-def _panel(panel: Panel, top: float, scale: float) -> Iterator[Box | Words]:
-    yield Words(LEFT, top + TITLE / 2, panel.title, size=14)
+def _panel(panel: Panel, top: float, scale: float) -> Iterator[Box | Label]:
+    yield Label(LEFT, top + TITLE / 2, panel.title, size=14)
     lift = BAR if any(action.chunk for row in panel.rows for action, _, _ in row) else 0
     for rank, (row, right) in enumerate(zip(panel.rows, panel.right, strict=True)):
         y = top + TITLE + rank * (ROW + GAP)
-        yield Words(LEFT - 10, y + ROW / 2, f"rank {rank}", anchor="end")
+        yield Label(LEFT - 10, y + ROW / 2, f"rank {rank}", anchor="end")
         yield Box(LEFT, y, panel.until * scale, ROW, IDLE)
         for start, end in panel.waits[rank] if panel.waits else ():
             yield Box(LEFT + start * scale, y + ROW / 2 - THIN / 2, (end - start) * scale, THIN, WAIT)
         for span in row:
             yield from _action(span, y, scale, lift)
-        yield Words(LEFT + panel.until * scale + 8, y + ROW / 2, right)
+        yield Label(LEFT + panel.until * scale + 8, y + ROW / 2, right)
 
 
-def _action(span: Span, y: float, scale: float, lift: float) -> Iterator[Box | Words]:
+def _action(span: Span, y: float, scale: float, lift: float) -> Iterator[Box | Label]:
     action, start, end = span
     x, width = LEFT + start * scale, (end - start) * scale
     fill, ink = COLOURS[action.op]
@@ -102,19 +102,19 @@ def _action(span: Span, y: float, scale: float, lift: float) -> Iterator[Box | W
     text = str(action.microbatch)
     size = min(12.0, width / (DIGIT * len(text)) - 1)
     if size >= 6:
-        yield Words(x + (width - line) / 2, y + ROW / 2 - lift, text, size, "middle", ink)
+        yield Label(x + (width - line) / 2, y + ROW / 2 - lift, text, size, "middle", ink)
 
 
-def _axis(top: float, until: float, width: float, unit: str) -> Iterator[Box | Words]:
+def _axis(top: float, until: float, width: float, unit: str) -> Iterator[Box | Label]:
     step = round_step(until * 70 / width)
     for k in range(math.floor(until / step + 1e-9) + 1):
         x = LEFT + k * step * width / until
         yield Box(x, top, 1, 5, FAINT)
-        yield Words(x, top + 14, f"{k * step:.6g}", size=11, anchor="middle", fill=FAINT)
-    yield Words(LEFT + width + 20, top + 14, unit, size=11, fill=FAINT)
+        yield Label(x, top + 14, f"{k * step:.6g}", size=11, anchor="middle", fill=FAINT)
+    yield Label(LEFT + width + 20, top + 14, unit, size=11, fill=FAINT)
 
 
-def _legend(panels: Sequence[Panel], y: float) -> Iterator[Box | Words]:
+def _legend(panels: Sequence[Panel], y: float) -> Iterator[Box | Label]:
     shown = {action for panel in panels for row in panel.rows for action, _, _ in row}
     entries = [(words, Box(0, -8, 16, 16, COLOURS[op][0])) for op, words in MEANINGS.items()]
     entries = [entry for entry, op in zip(entries, MEANINGS, strict=True) if op in {action.op for action in shown}]
@@ -125,5 +125,5 @@ def _legend(panels: Sequence[Panel], y: float) -> Iterator[Box | Words]:
     x = float(LEFT)
     for words, box in entries:
         yield Box(x, y + box.y, box.width, box.height, box.fill)
-        yield Words(x + 22, y, words)
+        yield Label(x + 22, y, words)
         x += 22 + 6.8 * len(words) + 24

@@ -1,34 +1,42 @@
-"""Pipeline schedules as data: what each rank does, in which order, its messages included.
+"""Pipeline schedules as data: the actions of each rank in their order, messages included. Pure.
 
-    make_schedule("1f1b", ranks=2, microbatches=2)       orders.py: the work       posting.py: the messages
+    make_schedule("1f1b", ranks=2, microbatches=2)       orders.py: the work       with_messages: the messages
 
     rank 0: F0 RECV_B0 SEND_F0 F1 RECV_B1 SEND_F1 B0 B1
     rank 1: RECV_F0 F0 RECV_F1 B0 SEND_B0 F1 B1 SEND_B1
 
-The engine runs it, the checker proves it, the clock times it, the drawing shows it. As text it can be kept, changed by
-hand and read again.
+The engine runs a schedule, the checker proves it, the clock times it, the drawing shows it. As text it can be kept,
+changed by hand and read again.
+
+Order of messages, one rule for all schedules: a send follows the work that made its content; a receive is posted one
+piece of work ahead of the one that needs it, so that it lands meanwhile, and earlier if its message leaves earlier.
+Early enough is before the message leaves, if work goes by the clock. Then no work that can be done at all is in a
+deadlock, even if every send blocks until its receive is posted: sort what the ranks do by the time of the clock, and at
+one time ends of work before receives before sends before starts of work. Each rank acts in this order, and whatever an
+action waits for comes before it, so the first of the actions that are still to do can always be done.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast, get_args
 
 from hpcllm.errors import ScheduleError
 from hpcllm.pipeline import orders
-from hpcllm.pipeline.actions import COMPUTE, Action
-from hpcllm.pipeline.placement import Placement, PlacementKind
-from hpcllm.pipeline.posting import with_messages
+from hpcllm.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Op, Placement, PlacementKind
+from hpcllm.pipeline.clock import Done, Event, Work, clock, in_order
 
 MOST_PASSES = 1 << 22  # microbatches x virtual stages; more would take minutes and gigabytes to plan
-LONGEST = 40  # characters of a strange word that an error repeats
+LONGEST_WORD = 40  # characters of a strange word that an error repeats
+ORDER_DURATIONS = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 1}  # for with_messages
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """All microbatches and chunks are in range; the checker says whether it runs to its end. Raises ScheduleError."""
+    """Actions of all ranks, microbatches and chunks in range; `check` proves that it ends. Raises ScheduleError."""
 
     name: str
     placement: Placement
@@ -50,13 +58,19 @@ class Schedule:
         """The compute actions of each rank."""
         return [[action for action in row if action.op in COMPUTE] for row in self.actions]
 
+    def title(self) -> str:
+        """Name and shape, in words."""
+        placement = self.placement
+        chunks = f" of {placement.chunks} chunks ({placement.kind})" if placement.chunks > 1 else ""
+        return f"{self.name}: {placement.ranks} ranks{chunks}, {self.microbatches} microbatches"
+
     def shape(self) -> dict[str, str | int]:
-        """What a schedule says of itself, in texts, reports and traces: the keys of HEADER."""
+        """Name and shape for texts, reports and traces, by the keys of HEADER."""
         place = self.placement
         return dict(zip(HEADER, (self.name, place.ranks, place.chunks, place.kind, self.microbatches), strict=True))
 
     def text(self) -> str:
-        """What read_schedule reads."""
+        """The schedule as read_schedule reads it."""
         lines = [f"{key} {value}" for key, value in self.shape().items()]
         lines += [f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(self.actions)]
         return "\n".join(lines) + "\n"
@@ -64,7 +78,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Kind:
-    """A schedule that has a name: who does what when, and for which chunks."""
+    """A named schedule: the order of a rank's work, and the placement of its chunks."""
 
     order: Callable[[Placement, int, int], Iterator[Action]]  # placement, microbatches, rank -> its work
     placement: Placement  # of one rank, with the usual chunks
@@ -81,7 +95,7 @@ SCHEDULES = {
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """The schedule of a name in SCHEDULES; chunks None: the usual ones. Raises ScheduleError."""
+    """Make the schedule of a name in SCHEDULES; chunks None: the usual number. Raises ScheduleError."""
     placement, work = make_work(name, ranks, microbatches, chunks)
     return Schedule(name, placement, microbatches, with_messages(placement, work))
 
@@ -89,13 +103,13 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None =
 def make_work(
     name: str, ranks: int, microbatches: int, chunks: int | None = None
 ) -> tuple[Placement, list[list[Action]]]:
-    """The same without messages: what each rank computes, in its order. Raises ScheduleError."""
+    """Make the placement and the compute actions of each rank, without messages. Raises ScheduleError."""
     placement = make_placement(name, ranks, microbatches, chunks)
     return placement, [list(SCHEDULES[name].order(placement, microbatches, rank)) for rank in range(ranks)]
 
 
 def make_placement(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Placement:
-    """Of the same, which says whether there is such a schedule. Raises ScheduleError."""
+    """Make the placement of a named schedule. Raises ScheduleError if there is no such schedule."""
     if name not in SCHEDULES:
         raise ScheduleError(f"there is no schedule {_short(name)}; there are {', '.join(SCHEDULES)}")
     kind = SCHEDULES[name]
@@ -111,10 +125,36 @@ def make_placement(name: str, ranks: int, microbatches: int, chunks: int | None 
 
 
 def forward_only(placement: Placement, microbatches: int) -> Schedule:
-    """Validation: nothing comes back. Raises ScheduleError."""
+    """Make the schedule of validation: forward passes alone. Raises ScheduleError."""
     _check_sizes(placement, microbatches)
     work = orders.forward(placement, microbatches)
     return Schedule("forward-only", placement, microbatches, with_messages(placement, work))
+
+
+def with_messages(placement: Placement, work: Work) -> tuple[tuple[Action, ...], ...]:
+    """Add its messages to the work of each rank. Raises ScheduleError if the work cannot be done in this order."""
+    rows: list[list[Done]] = [[] for _ in work]
+    sent: set[Event] = set()  # the work whose output leaves its rank
+    for done in clock(in_order(placement, work), lambda _, action: ORDER_DURATIONS[action.op]):
+        rows[done.rank].append(done)
+        if done.source and done.source[0] != done.rank:
+            sent.add(done.source)
+    return tuple(_row_with_messages(row, sent) for row in rows)
+
+
+def _row_with_messages(row: Sequence[Done], sent: set[Event]) -> tuple[Action, ...]:
+    receives: list[list[Action]] = [[] for _ in row]  # posted before each piece of work
+    ends = [0.0, *(done.end for done in row)]
+    for place, done in enumerate(row):
+        if done.source and done.source[0] != done.rank:
+            in_time = bisect_right(ends, done.made) - 1  # the last piece of work before which is early enough
+            receives[max(0, min(place - 1, in_time))].append(done.action.message(RECEIVES))
+    actions: list[Action] = []
+    due: list[Action] = []  # the send of the work before
+    for done, posted in zip(row, receives, strict=True):
+        actions += [*posted, *due, done.action]
+        due = [done.action.message(SENDS)] if (done.rank, done.action) in sent else []
+    return (*actions, *due)
 
 
 HEADER = ("schedule", "ranks", "chunks", "placement", "microbatches")
@@ -122,9 +162,9 @@ FORM = f"a line is one of {', '.join(HEADER)} with its value, 'rank 0:' and the 
 
 
 def read_schedule(text: str) -> Schedule:
-    """A schedule from text, as Schedule.text writes it; if there is no message in it, messages are added.
+    """Read a schedule from text, as Schedule.text writes it; if there is no message in it, messages are added.
 
-    Raises ScheduleError with line and word. The checker is yet to say whether it runs to its end.
+    Raises ScheduleError with line and word. That it runs to its end is for the checker to prove.
     """
     head: dict[str, tuple[int, str]] = {}  # key -> line number and value
     rows: list[tuple[int, str]] = []  # line number and actions of each rank
@@ -165,7 +205,7 @@ def _assembled(head: dict[str, tuple[int, str]], rows: list[tuple[int, str]]) ->
 def _actions(number: int, line: str, placement: Placement, microbatches: int) -> Iterator[Action]:
     for place, word in enumerate(line.split(), start=1):
         try:
-            action = Action.parse(word if len(word) < LONGEST else word[:LONGEST] + "...")
+            action = Action.parse(word if len(word) < LONGEST_WORD else word[:LONGEST_WORD] + "...")
         except ValueError as error:
             raise ScheduleError(f"line {number}, word {place}: {error}") from error
         if wrong := _out_of_range(action, placement, microbatches):
@@ -184,12 +224,12 @@ def _check_sizes(placement: Placement, microbatches: int) -> None:
     if low := [f"{key} = {value}" for key, value in sizes.items() if value < 1]:
         raise ScheduleError(f"a schedule with {', '.join(low)} does not exist; the least is 1")
     if placement.stages * microbatches > MOST_PASSES:
-        asked = " x ".join(f"{value} {key}" for key, value in sizes.items())
-        raise ScheduleError(f"{asked} is more than the {MOST_PASSES} forward passes that a schedule can have")
+        product = " x ".join(f"{value} {key}" for key, value in sizes.items())
+        raise ScheduleError(f"{product} is more than the {MOST_PASSES} forward passes that a schedule can have")
 
 
 def _out_of_range(action: Action, placement: Placement, microbatches: int) -> str:
-    """What is wrong with an action's numbers, or nothing."""
+    """Say what is wrong with an action's numbers; empty if nothing is."""
     if not 0 <= action.microbatch < microbatches:
         return f"{action}, but microbatches go from 0 to {microbatches - 1}"
     if not 0 <= action.chunk < placement.chunks:
@@ -198,4 +238,4 @@ def _out_of_range(action: Action, placement: Placement, microbatches: int) -> st
 
 
 def _short(word: str) -> str:
-    return repr(word if len(word) < LONGEST else word[:LONGEST] + "...")
+    return repr(word if len(word) < LONGEST_WORD else word[:LONGEST_WORD] + "...")

@@ -1,4 +1,4 @@
-"""How long a schedule takes, how much of that each rank idles, and what it holds in memory.
+"""Duration of a schedule, the share of it in which each rank idles, and the activations that it holds. Pure.
 
 F=1 B=2:  rank 0   F0 F1 .  B0 -- .  B1 --        makespan 9, idle share 3/9 on both ranks,
           rank 1   .  F0 B0 -- F1 B1 -- ...       peak live activations 2 and 1, 2 messages from each
@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpcllm.errors import ScheduleError
-from hpcllm.pipeline.actions import Action, Op
+from hpcllm.pipeline.actions import Action, Op, Placement
 from hpcllm.pipeline.clock import Span, clock, in_order, spans_of
-from hpcllm.pipeline.placement import Placement
 from hpcllm.pipeline.schedules import Schedule
 
-Each = float | tuple[float, ...]  # the same for each rank's whole part of the model, or of each virtual stage
-LIVE = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_WEIGHT: -1}  # what an action adds to the activations held
+Each = float | tuple[float, ...]  # one number for a rank's whole part of the model, or one for each virtual stage
+LIVE = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_WEIGHT: -1}  # change of the number of activations held
 
 
 def _numbers(each: Each) -> tuple[float, ...]:
@@ -46,14 +45,14 @@ class Times:
                     raise ScheduleError(f"{name} = {value} is no duration; it has to be 0 or more, and finite")
         backwards, weights = _numbers(self.backward), _numbers(self.weight)
         if len(backwards) != len(weights):
-            told = f"{len(backwards)} durations of backward and {len(weights)} of its part weight"
-            raise ScheduleError(f"{told}; both have to be of all virtual stages, or both one number")
+            counts = f"{len(backwards)} durations of backward and {len(weights)} of its part weight"
+            raise ScheduleError(f"{counts}; both have to be of all virtual stages, or both one number")
         for backward, weight in zip(backwards, weights, strict=True):
             if weight > backward:
                 raise ScheduleError(f"weight = {weight} is a part of backward = {backward}; it can be that at most")
 
-    def of_stage(self, stage: int, placement: Placement) -> dict[Op, float]:
-        """How long each compute action of a virtual stage takes."""
+    def durations(self, stage: int, placement: Placement) -> dict[Op, float]:
+        """Duration of each compute action of a virtual stage."""
         forward, backward, weight = (_at(t, stage, placement) for t in (self.forward, self.backward, self.weight))
         again = forward if self.recompute else 0
         return {
@@ -64,12 +63,12 @@ class Times:
         }
 
 
-USUAL = Times()  # of a transformer, roughly
+USUAL = Times()  # roughly those of a transformer
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What each rank does when. The tuples go by rank."""
+    """The spans of each rank, and their numbers. The tuples go by rank."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]  # compute actions with start and end
@@ -80,12 +79,12 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The idle share of all ranks together."""
+        """Idle share of all ranks together."""
         return sum(self.idle_share) / len(self.idle_share)
 
 
 def simulate(schedule: Schedule, times: Times = USUAL) -> Timeline:
-    """The timeline if all goes by `times`: an action starts when its rank is free and its input is there.
+    """Simulate the timeline by `times`: an action starts when its rank is free and its input is there.
 
     Raises ScheduleError if the schedule cannot run to its end, or if times of virtual stages are not of all of them.
     """
@@ -105,16 +104,16 @@ def simulate(schedule: Schedule, times: Times = USUAL) -> Timeline:
 
 
 def peak_live(actions: Sequence[Action]) -> int:
-    """Activations that a rank holds at once: each from its F to its B or W."""
+    """Most activations that a rank holds at once: each from its F to its B or W."""
     return max(itertools.accumulate((LIVE.get(action.op, 0) for action in actions), initial=0))
 
 
 def _durations(placement: Placement, times: Times) -> dict[tuple[int, int], dict[Op, float]]:
-    """By rank and chunk, then by op."""
+    """Durations by rank and chunk, then by op."""
     for each in (times.forward, times.backward, times.weight):
         if isinstance(each, tuple) and len(each) != placement.stages:
             raise ScheduleError(f"{len(each)} durations, but the schedule has {placement.stages} virtual stages")
-    return {placement.home(stage): times.of_stage(stage, placement) for stage in range(placement.stages)}
+    return {placement.home(stage): times.durations(stage, placement) for stage in range(placement.stages)}
 
 
 def _idle_share(row: Sequence[Span], makespan: float) -> float:

@@ -1,4 +1,4 @@
-"""What a step really did, as a file that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Writing a trace: what a step really did, as a file that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
     engine.record --> spans of this rank --clock of rank 0--> JSON lines --> rank 0: one rank after the other into
                                                                              <run>/trace/step_00000010.json
@@ -22,14 +22,14 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from hpcllm.clocks import align
 from hpcllm.errors import HpcllmError
-from hpcllm.mesh import Mesh
+from hpcllm.mpi.clock_sync import measure_offset
+from hpcllm.mpi.collective_errors import raise_if_any_failed
+from hpcllm.mpi.mesh import Mesh
+from hpcllm.mpi.wait import Waits
 from hpcllm.pipeline.engine import Engine
 from hpcllm.pipeline.measured import FIRST_ID
 from hpcllm.pipeline.schedules import Schedule
-from hpcllm.together import raise_together
-from hpcllm.waiting import Waits
 
 Span = tuple[str, str, float, float]  # "compute" or "wait", what, start and end in seconds of this rank's clock
 TAG = 32701
@@ -37,7 +37,7 @@ TAG = 32701
 
 @contextmanager
 def recording(engine: Engine, wanted: bool) -> Iterator[list[Span]]:
-    """While open what the engine does is written into the list, if wanted."""
+    """Record what the engine does into the list while open, if wanted."""
     spans: list[Span] = []
     if wanted:
         engine.record = lambda *span: spans.append(span)
@@ -53,7 +53,7 @@ def write_trace(folder: Path, step: int, schedule: Schedule, mesh: Mesh, spans: 
     Raises HpcllmError on all ranks if the file cannot be written, StallError.
     """
     path = folder / f"step_{step:08}.json"
-    offset = align(mesh.world, waits)
+    offset = measure_offset(mesh.world, waits)
     start = min((span[2] for span in spans), default=time.perf_counter())
     common = np.array([offset.lead_s - start, offset.error_s])
     waits.allreduce(mesh.world, common, lambda: "the earliest start of a traced step", MPI.MAX)
@@ -71,19 +71,19 @@ def write_trace(folder: Path, step: int, schedule: Schedule, mesh: Mesh, spans: 
             pass  # after a full disk: ranks still wait to get rid of theirs
     else:
         waits.all([mesh.world.Isend([text, MPI.BYTE], 0, TAG)], lambda: "rank 0 to take the trace of a step")
-    raise_together(mesh.world, error)
+    raise_if_any_failed(mesh.world, error)
     return path
 
 
 def _events(spans: Iterable[Span], zero_s: float, replica: int, rank: int) -> Iterator[dict[str, object]]:
-    """Times in microseconds after zero_s, to the nanosecond."""
+    """Yield spans as Chrome's events: microseconds after zero_s, to the nanosecond."""
     for kind, what, start_s, end_s in spans:
         ts, end = (round(1e6 * (t - zero_s), 3) for t in (start_s, end_s))
         yield {"name": what, "cat": kind, "ph": "X", "ts": ts, "dur": round(end - ts, 3), **_ids(replica, rank)}
 
 
 def _names(replica: int, process: str, rank: int) -> Iterator[dict[str, object]]:
-    """A replica is shown as a process, a rank of its pipeline as a thread, in this order."""
+    """Yield metadata that shows a replica as a process and a rank of its pipeline as a thread, in order."""
     place = {"ph": "M", **_ids(replica, rank)}
     for kind, name, number in (("process", process, replica), ("thread", f"rank {rank}", rank)):
         yield {"name": f"{kind}_name", **place, "args": {"name": name}}
@@ -104,7 +104,7 @@ def _about(schedule: Schedule, step: int, error_s: float) -> dict[str, object]:
 
 
 def _gather(world: MPI.Intracomm, mine: bytes, waits: Waits) -> Iterator[bytes]:
-    """On rank 0: what each rank brings, in order, one at a time. Raises StallError."""
+    """Yield the lines of each rank in order, one rank at a time; for rank 0. Raises StallError."""
     yield mine
     for rank in range(1, world.size):
         yield _receive(world, rank, waits)
@@ -122,7 +122,7 @@ def _receive(world: MPI.Intracomm, rank: int, waits: Waits) -> bytes:
 
 
 def _write(path: Path, pieces: Iterable[bytes], about: bytes) -> HpcllmError | None:
-    """The whole file, or none of that name."""
+    """Write the whole file, or none of that name; returns the error if that failed."""
     aside = path.with_suffix(".json.tmp")
     try:
         path.parent.mkdir(exist_ok=True)

@@ -1,11 +1,12 @@
-"""What a run will take, and which layout is best, before it is started. Pure: no torch, no MPI.
+"""Predict what a run will take, and search for the best layout, before it is started. Pure: no torch, no MPI.
 
-machine.py, models.py, layouts.py   what is planned for; stages.py: which blocks each stage has
-fitting.py, run_config.py           whether it can be, and as a run file
-time/, network/, memory/            a step's work, its messages, and what it holds
-prediction.py, training.py          a step, and a whole training
-searching/                          the best layouts
-command/                            `python -m hpcllm plan` and `memory`
+layouts.py, machine.py, models.py   what is planned for: a layout, a machine, a model and its stages
+resolve.py, run_config.py           is a run file valid on N ranks? run files <--> layouts; does a layout fit?
+time/, memory/                      the work and messages of a step, and what each rank holds
+prediction.py, cost.py              a step, and a whole training
+layout_search.py                    the fastest layouts that fit, of those in layout_space.py; sensitivity.py: what if
+report.py, ranking.py, explain.py   one prediction, a search, the whole arithmetic: as text and JSON; picture.py
+rank_order/                         which rank in which slot of a node: `python -m hpcllm layout`
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpcllm.plan.layout_search import Search, search
     from hpcllm.plan.layouts import Layout
     from hpcllm.plan.machine import Machine, read_machine
     from hpcllm.plan.models import Model, read_model
     from hpcllm.plan.prediction import Prediction, predict
-    from hpcllm.plan.searching.search import Search, search
 
 __all__ = ["Layout", "Machine", "Model", "Prediction", "Search", "predict", "read_machine", "read_model", "search"]
 MODULES = {
@@ -29,13 +30,13 @@ MODULES = {
     "read_model": "models",
     "Prediction": "prediction",
     "predict": "prediction",
-    "Search": "searching.search",
-    "search": "searching.search",
+    "Search": "layout_search",
+    "search": "layout_search",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when first asked for: the command line reads this package before it knows what is run."""
+    """Import a public name when it is first used: the command line reads this package before it knows what is run."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)

@@ -1,10 +1,10 @@
-"""One way to lay a training run out over devices, and how to say it in a line.
+"""Layout of a training run over devices, and its text form of one line.
 
     tp=8,pp=8,dp=2,micro_batch=2,chunks=1,schedule=1f1b,recompute=full,shard=states,precision=bf16
 
     devices = dp x pp x tp        global_batch = dp x microbatches x micro_batch
 
-What a key may hold is checked here, by itself; what must fit together with a model and a machine: fitting.py. Pure.
+Values of keys are checked here one by one; what must fit together with a model and a batch: run_config.check_fit. Pure.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from hpcllm.config.policies import POLICIES
+from hpcllm.config.rules import checked, nearest
 from hpcllm.errors import ConfigError
-from hpcllm.policy import POLICIES
-from hpcllm.rules import checked, nearest
 
 Attention = Literal["flash", "flash1", "materialized", "unfused"]
 Trainer = Literal["hpcllm", "megatron"]
@@ -30,7 +30,10 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Keys as in a run file, where it has them. Raises ConfigError for a value that no layout can have."""
+    """Keys of one layout, named as in a run file where it has them.
+
+    Raises ConfigError for a value that no layout can have.
+    """
 
     dp: int = 1
     pp: int = 1
@@ -49,9 +52,9 @@ class Layout:
     norm: Literal["usual", "fused", "unfused"] = "usual"
     policy: str = "none"  # codecs, as communication.policy
     order: str = "tp,dp,pp"  # fastest-varying axis first: neighbours in rank share a node
-    # whose order of work and whose bytes: ours, or those of Megatron-LM and DeepSpeed, as in published tables
+    # whose order of work and memory is predicted: ours, or that of Megatron-LM and DeepSpeed, as in published tables
     trainer: Trainer = "hpcllm"
-    gradient_bytes: int = 0  # of each parameter's gradient, all copies; 0: what the trainer keeps
+    gradient_bytes: int = 0  # bytes of each parameter's gradient, all copies; 0: the trainer's usual ones
 
     def __post_init__(self) -> None:
         for key in layout_types():
@@ -69,11 +72,11 @@ class Layout:
 
     @property
     def item_bytes(self) -> int:
-        """Of a weight or an activation."""
+        """Bytes of a weight or an activation."""
         return 4 if self.precision == "fp32" else 2
 
     def microbatches(self, global_batch: int) -> int:
-        """Of a replica in a step. Raises ConfigError."""
+        """Return the number of microbatches of a replica in a step. Raises ConfigError."""
         count, rest = divmod(global_batch, self.dp * self.micro_batch)
         if rest or not count:
             raise ConfigError(
@@ -83,31 +86,31 @@ class Layout:
         return count
 
     def text(self) -> str:
-        """What parse_layout reads: all that is not as it is by default, and the trainer."""
+        """Write what parse_layout reads: all keys that differ from their defaults, and the trainer."""
         changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default or f.name == "trainer"]
-        return ",".join(f"{f.name}={_spelt(getattr(self, f.name))}" for f in changed)
+        return ",".join(f"{f.name}={_spelled(getattr(self, f.name))}" for f in changed)
 
 
 @lru_cache(maxsize=1)
 def layout_types() -> dict[str, Any]:
-    """Key -> what it may hold."""
+    """Return key -> type of its values."""
     return typing.get_type_hints(Layout)
 
 
 @lru_cache(maxsize=1 << 12, typed=True)
 def _check_value(key: str, value: Any) -> None:
-    """Remembered, for a search makes tens of thousands of layouts."""
+    """Check one value; cached, for a search makes tens of thousands of layouts."""
     checked(f"layout.{key}", value, layout_types()[key])
 
 
 def parse_step(given: str | Mapping[str, Any] | Layout, global_batch: int | None) -> tuple[Layout, int]:
-    """A layout and the samples of a step, which may stand among its keys, too. Raises ConfigError."""
+    """Read a layout and the samples of a step, which may be one of its keys. Raises ConfigError."""
     if not isinstance(given, Layout):
         values = parse_pairs("layout", given) if isinstance(given, str) else dict(given)
-        told = values.pop("global_batch", global_batch)
-        if global_batch not in (None, told):
-            raise ConfigError(f"global_batch is {global_batch}, but the layout says {told}; leave one of the two out")
-        given, global_batch = parse_layout(values), told
+        named = values.pop("global_batch", global_batch)
+        if global_batch not in (None, named):
+            raise ConfigError(f"global_batch is {global_batch}, but the layout says {named}; leave one of the two out")
+        given, global_batch = parse_layout(values), named
     if type(global_batch) is not int or not 1 <= global_batch < 1 << 40:
         raise ConfigError(
             f"global_batch = {global_batch!r} should be the samples of a step over all devices, from 1; usual are 1 to "
@@ -117,7 +120,7 @@ def parse_step(given: str | Mapping[str, Any] | Layout, global_batch: int | None
 
 
 def parse_layout(given: str | Mapping[str, Any] | Layout, trainer: Trainer = "megatron") -> Layout:
-    """A layout from a line or a mapping; `trainer` if that names none. Raises ConfigError.
+    """Read a layout from a line or a mapping; `trainer` if that names none. Raises ConfigError.
 
     1f1b with several chunks is what others call the interleaved schedule; zb-v has two unless told otherwise.
     """
@@ -135,7 +138,10 @@ def parse_layout(given: str | Mapping[str, Any] | Layout, trainer: Trainer = "me
 
 
 def parse_pairs(what: str, text: str) -> dict[str, Any]:
-    """'a=1,b=x,c=true' -> {"a": 1, "b": "x", "c": True}. Raises ConfigError. A word may have commas: order=tp,dp,pp."""
+    """Parse 'a=1,b=x,c=true' into {"a": 1, "b": "x", "c": True}. A value may have commas: order=tp,dp,pp.
+
+    Raises ConfigError.
+    """
     pairs: dict[str, Any] = {}
     for part in re.split(r",(?=[^,=]*=)", text):
         key, equals, value = (word.strip() for word in part.partition("="))
@@ -158,5 +164,5 @@ def _value(word: str) -> Any:
     return word
 
 
-def _spelt(value: Any) -> str:
+def _spelled(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,34 +1,57 @@
-"""The model of a plan: a preset by name, or a shape in a line.
+"""Read the model of a plan, a preset by name or a shape in a line; and cut it into the stages of a layout.
 
     gpt3-175b     layers=70,hidden=14336,heads=112,ffn=57344,vocab=51200,sequence=2048     ...,kv_heads=8,gated=true
 
 A shape without a gate is GPT's: LayerNorm, GELU, biases, learned positions, the output layer tied to the embedding.
 With one it is Llama's: RMSNorm, SwiGLU, no biases, rotary positions, an output layer of its own. If it is not said, a
-feed-forward network of 4 hidden channels has no gate, and any other has. Any key of [model] is taken, too. Pure.
+feed-forward network of 4 hidden channels has no gate, and any other has. Any key of [model] is taken, too.
+
+    trainer=hpcllm      blocks divided by what they cost, the head counted (model/shapes.py)
+    trainer=megatron    as many blocks as others, the last stage what is left: 70 over 8 is 9 9 9 9 9 9 9 7. Where
+                        the head is large, embedding and head count as a block each, if that divides: 70 over 12 is
+                        5 6 6 6 6 6 6 6 6 6 6 5
+
+Stages that are alike are counted once. Pure.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
-from hpcllm import config as run_file
-from hpcllm.config import Config, ModelConfig
+from hpcllm.config import schema as run_file
+from hpcllm.config.schema import Config, ModelConfig
 from hpcllm.errors import ConfigError
-from hpcllm.model.shapes import flops_per_token, parameter_count
-from hpcllm.plan.layouts import parse_pairs
+from hpcllm.model.shapes import (
+    StageSpan,
+    cut_layers,
+    flops_per_token,
+    head_in_blocks,
+    parameter_count,
+    split_layers,
+    split_sizes,
+)
+from hpcllm.pipeline.actions import Placement
+from hpcllm.pipeline.schedules import SCHEDULES
+from hpcllm.plan.layouts import Layout, Schedule, parse_pairs
 
 ALIASES = {"vocab": "vocabulary", "sequence": "sequence_length"}
 GPT = {"norm": "layernorm", "activation": "gelu_tanh", "biases": "all", "positions": "learned", "tied": True}
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "biases": "none", "positions": "rotary", "tied": False}
 
+LARGE_HEAD = 0.5  # blocks: BLOOM (1.5) and Llama 3 405B (0.7) were cut so, GPT of 175B with 50k tokens (0.3) was not
+StageKind = tuple[int, bool, bool]  # number of blocks, has embedding, has head: stages equal in these take the same
+HALVED: tuple[Schedule, ...] = ("zb-h1", "zb-v")  # schedules whose backward pass comes in two halves
+
 
 @dataclass(frozen=True)
 class Model:
-    """A shape and the length of its samples."""
+    """Shape of a model and the length of its samples."""
 
     name: str
     shape: ModelConfig
@@ -40,12 +63,12 @@ class Model:
 
     @cached_property
     def flops_per_token(self) -> float:
-        """Of one forward and backward pass, nothing recomputed."""
+        """FLOPs of one forward and backward pass, nothing recomputed."""
         return flops_per_token(self.shape, self.sequence)
 
 
 def read_model(given: str | Mapping[str, Any] | Model, sequence: int | None = None) -> Model:
-    """A model by preset, shape, or mapping; `sequence` overrides the length of its samples. Raises ConfigError."""
+    """Read a model by preset, shape, or mapping; `sequence` overrides the length of its samples. Raises ConfigError."""
     if isinstance(given, Model):
         return given if sequence is None else dataclasses.replace(given, sequence=sequence)
     if isinstance(given, str) and "=" not in given:
@@ -62,7 +85,7 @@ def read_model(given: str | Mapping[str, Any] | Model, sequence: int | None = No
 
 
 def _shape(pairs: dict[str, Any]) -> dict[str, Any]:
-    """The [model] table of a shape, whole."""
+    """Complete the [model] table of a shape."""
     if "preset" in pairs:
         return pairs
     missing = [key for key in ("layers", "hidden", "heads", "vocabulary") if key not in pairs]
@@ -70,8 +93,8 @@ def _shape(pairs: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"--model lacks {', '.join(missing)}; a shape is layers, hidden, heads, ffn, vocab, sequence")
     hidden, ffn = pairs["hidden"], pairs.get("ffn")
     usual = 4 * hidden if type(hidden) is int else None
-    told = pairs.get("activation", "swiglu" if ffn not in (None, usual) else "gelu") == "swiglu"
-    gated = pairs.pop("gated", told)
+    default = pairs.get("activation", "swiglu" if ffn not in (None, usual) else "gelu") == "swiglu"
+    gated = pairs.pop("gated", default)
     if type(gated) is not bool:
         raise ConfigError(f"--model: gated = {gated!r} should be true or false")
     if ffn is None and (gated or usual is None):
@@ -84,7 +107,7 @@ def _shape(pairs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(table: dict[str, Any], length: int | None) -> ModelConfig:
-    """With a table of positions that is long enough; the vocabulary has to be known."""
+    """Check the table, make the table of positions long enough; the vocabulary has to be known."""
     data = {} if length is None else {"sequence_length": length}
     if length is not None and type(length) is int:
         known = run_file.preset(table["preset"]) if isinstance(table.get("preset"), str) else {}
@@ -99,3 +122,63 @@ def _checked(table: dict[str, Any], length: int | None) -> ModelConfig:
             f"model.preset = {config.model.preset!r} takes its vocabulary from a token store; give a shape with vocab="
         )
     return config.model
+
+
+def placement_of(layout: Layout) -> Placement:
+    """Return which pipeline rank has which virtual stages."""
+    kind = SCHEDULES[layout.schedule].placement
+    return Placement(layout.pp, layout.chunks, kind.kind)
+
+
+def stage_spans(model: Model, layout: Layout) -> tuple[StageSpan, ...]:
+    """Cut the model's blocks into virtual stages."""
+    return tuple(_cut(model.shape, layout.pp * layout.chunks, layout.trainer == "hpcllm"))
+
+
+@lru_cache(maxsize=1 << 10)
+def _cut(shape: ModelConfig, stages: int, by_cost: bool) -> list[StageSpan]:
+    if by_cost:
+        return split_layers(shape, stages)
+    layers = shape.layers
+    if (layers + 2) % stages == 0 and stages > 1 and head_in_blocks(shape) > LARGE_HEAD:
+        each = (layers + 2) // stages
+        return cut_layers([each - (stage in (0, stages - 1)) for stage in range(stages)])
+    most = math.ceil(layers / stages)
+    last = layers - most * (stages - 1)
+    if last > 0:
+        return cut_layers([most] * (stages - 1) + [last])
+    return cut_layers([layers // stages + (stage < layers % stages) for stage in range(stages)])
+
+
+@lru_cache(maxsize=1 << 10)
+def homes_of(placement: Placement) -> tuple[int, ...]:
+    """Return the pipeline rank of each virtual stage."""
+    return tuple(placement.home(stage)[0] for stage in range(placement.stages))
+
+
+def kind_of(span: StageSpan) -> StageKind:
+    """Return what decides time and memory of a stage."""
+    return span.last_block - span.first_block, span.has_embedding, span.has_head
+
+
+def kinds_of(spans: Sequence[StageSpan], placement: Placement, rank: int) -> tuple[StageKind, ...]:
+    """Return the kinds of the chunks of a pipeline rank."""
+    return tuple(kind_of(spans[placement.stage(rank, chunk)]) for chunk in range(placement.chunks))
+
+
+def spans_like(kinds: Sequence[StageKind]) -> list[StageSpan]:
+    """Lay spans of these kinds one behind the other."""
+    ends = itertools.accumulate(blocks for blocks, _, _ in kinds)
+    return [StageSpan(end - kind[0], end, *kind[1:]) for end, kind in zip(ends, kinds, strict=True)]
+
+
+@lru_cache(maxsize=1 << 12)
+def held_parameters(shape: ModelConfig, kinds: tuple[StageKind, ...], tp: int) -> float:
+    """Return the elements that a rank of one pipeline rank holds, the most of any over tp.
+
+    Every stage has at least one block.
+    """
+    ends = spans_like([(1, has_embedding, has_head) for _, has_embedding, has_head in kinds])
+    more = sum(blocks for blocks, _, _ in kinds) - len(kinds)
+    block = sum(split_sizes(shape, [StageSpan(0, 1, False, False)], tp).values())
+    return float(sum(split_sizes(shape, ends, tp).values()) + more * block)

@@ -1,11 +1,11 @@
-"""What a layout of a model on a machine takes: memory, time, work, energy.
+"""Predict a step of a layout of a model on a machine: time, memory, work.
 
-    passes of a microbatch (passes.py) --> actions of the schedule (timeline.py) --> gradients, AdamW, weights --> step
-    tensors of each stage (stage_memory.py) --> does it fit?
+    passes of a microbatch (time/passes.py) --> actions of the schedule (time/timeline.py) --> gradients, AdamW, weights
+    tensors of each stage (memory/stage_memory.py) --> does it fit?
 
     step = compute + tp + pp + bubble + dp exposed + optimizer        of the rank that works longest
 
-Pure: imports neither torch nor mpi4py.
+Pure.
 """
 
 from __future__ import annotations
@@ -17,25 +17,32 @@ from pathlib import Path
 from typing import Any
 
 from hpcllm.model.shapes import StageSpan
-from hpcllm.pipeline.placement import Placement
-from hpcllm.plan.fitting import check_fit
+from hpcllm.pipeline.actions import Placement
 from hpcllm.plan.layouts import Layout, parse_step
 from hpcllm.plan.machine import Machine, read_machine
 from hpcllm.plan.memory.stage_memory import StageMemory, stage_memory
-from hpcllm.plan.models import Model, read_model
-from hpcllm.plan.network.network import Network
-from hpcllm.plan.network.topology import Way
-from hpcllm.plan.stages import Alike, alike, held_parameters, homes_of, placement_of, stage_spans
-from hpcllm.plan.time.data_parallel import ends_s, exchange, hideable_s
-from hpcllm.plan.time.passes import Passes, optimizer_s, passes
+from hpcllm.plan.models import (
+    Model,
+    StageKind,
+    held_parameters,
+    homes_of,
+    kind_of,
+    placement_of,
+    read_model,
+    stage_spans,
+)
+from hpcllm.plan.run_config import check_fit
+from hpcllm.plan.time.network import Network
+from hpcllm.plan.time.passes import Passes, ends_s, exchange, hideable_s, optimizer_s, passes
 from hpcllm.plan.time.timeline import Finish, StageTimes, run
+from hpcllm.plan.time.topology import Way
 
-ROUNDING = 1e-9  # of a step: what sums of many terms are wrong by
+ROUNDING = 1e-9  # share of a step: rounding error of sums of many terms
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One optimizer step of a layout."""
+    """Time, memory and work of one optimizer step of a layout."""
 
     machine: Machine
     model: Model
@@ -49,13 +56,13 @@ class Prediction:
     dp_exposed_s: float
     dp_hidden_s: float
     optimizer_s: float
-    memory: tuple[StageMemory, ...]  # of each pipeline rank
-    hardware_flops: float  # of a step, with what is made again
+    memory: tuple[StageMemory, ...]  # one for each pipeline rank
+    hardware_flops: float  # FLOPs of a step, with recomputation
     slowest: int  # the pipeline rank that ends last, whose times these are
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's memory is enough."""
+        """True if every rank's memory is enough."""
         return self.largest.device_bytes <= self.machine.device.usable_bytes
 
     @property
@@ -64,7 +71,7 @@ class Prediction:
 
     @property
     def memory_gb_per_stage(self) -> tuple[dict[str, float], ...]:
-        """Of each pipeline rank: allocated between two steps, at its peak in one, and more; GB of 1e9 bytes."""
+        """Memory of each pipeline rank: between two steps, at its peak in one, and more; GB of 1e9 bytes."""
         return tuple(stage.as_gb() for stage in self.memory)
 
     @property
@@ -73,13 +80,13 @@ class Prediction:
 
     @property
     def tflops_per_device_model(self) -> float:
-        """Work of the model alone, arXiv:2205.05198 appendix A."""
+        """TFLOP/s of the model's work alone, arXiv:2205.05198 appendix A."""
         flops = self.model.flops_per_token * self.global_batch * self.model.sequence
         return flops / self.iteration_time_s / self.layout.devices / 1e12
 
     @property
     def tflops_per_device_hardware(self) -> float:
-        """With what recomputation makes again, as arXiv:2104.04473 counts."""
+        """TFLOP/s with recomputation, as arXiv:2104.04473 counts."""
         return self.hardware_flops / self.iteration_time_s / self.layout.devices / 1e12
 
     @property
@@ -94,7 +101,7 @@ def predict(
     global_batch: int | None = None,
     sequence: int | None = None,
 ) -> Prediction:
-    """One step of `global_batch` samples, which may stand among the keys of the layout, too.
+    """Predict one step of `global_batch` samples, which may be one of the keys of the layout.
 
     A layout given as text or mapping is one of another trainer, unless it says trainer=hpcllm. Raises ConfigError
     where machine, model or layout cannot be, or do not fit together.
@@ -106,24 +113,24 @@ def predict(
 
 
 @dataclass(frozen=True)
-class Known:
-    """What steps share whose layouts differ only in schedule, chunks and shard; but halved schedules their own."""
+class StepCache:
+    """Times shared by steps whose layouts differ in schedule, chunks and shard; halved schedules have their own."""
 
-    passes: dict[Alike, Passes] = field(default_factory=dict)
-    times: dict[tuple[Alike, float, float], StageTimes] = field(default_factory=dict)
+    passes: dict[StageKind, Passes] = field(default_factory=dict)
+    times: dict[tuple[StageKind, float, float], StageTimes] = field(default_factory=dict)
     messages: dict[tuple[int, int], float] = field(default_factory=dict)  # seconds from one pipeline rank to another
-    ways: dict[Way, float] = field(default_factory=dict)  # the same, by where they lie
+    ways: dict[Way, float] = field(default_factory=dict)  # seconds by path
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is known before its schedule is run. Layout, model and batch fit together."""
+    """One optimizer step; its parts are worked out as they are needed. Layout, model and batch fit together."""
 
     machine: Machine
     model: Model
     layout: Layout
     global_batch: int
-    known: Known = field(default_factory=Known, compare=False, repr=False)
+    cache: StepCache = field(default_factory=StepCache, compare=False, repr=False)
 
     @cached_property
     def microbatches(self) -> int:
@@ -143,18 +150,19 @@ class Step:
 
     @cached_property
     def passes(self) -> list[Passes]:
-        """Of each virtual stage."""
-        return [self.of_span(span) for span in self.spans]
+        """Times of a microbatch through each virtual stage."""
+        return [self.passes_of(span) for span in self.spans]
 
-    def of_span(self, span: StageSpan) -> Passes:
-        kind, known = alike(span), self.known.passes
-        if kind not in known:
-            known[kind] = passes(self.model, self.layout, span, self.machine, self.network)
-        return known[kind]
+    def passes_of(self, span: StageSpan) -> Passes:
+        """Return the times of a microbatch through a stage like this one."""
+        kind, cache = kind_of(span), self.cache.passes
+        if kind not in cache:
+            cache[kind] = passes(self.model, self.layout, span, self.machine, self.network)
+        return cache[kind]
 
     @cached_property
     def times(self) -> list[StageTimes]:
-        """With the messages between stages."""
+        """Times of each virtual stage, with the messages between stages."""
         homes = homes_of(self.placement)
         around = zip(self.spans, homes, (*homes[1:], homes[-1]), (homes[0], *homes[:-1]), strict=True)
         return [
@@ -163,19 +171,19 @@ class Step:
         ]
 
     def _times(self, span: StageSpan, send_forward_s: float, send_backward_s: float) -> StageTimes:
-        key, known = (alike(span), send_forward_s, send_backward_s), self.known.times
-        if key not in known:
-            known[key] = _times(self.of_span(span), send_forward_s, send_backward_s)
-        return known[key]
+        key, cache = (kind_of(span), send_forward_s, send_backward_s), self.cache.times
+        if key not in cache:
+            cache[key] = _times(self.passes_of(span), send_forward_s, send_backward_s)
+        return cache[key]
 
     @cached_property
     def ranks(self) -> list[RankTimes]:
-        """What each pipeline rank does besides its schedule."""
-        found: dict[tuple[Alike, ...], RankTimes] = {}
+        """Times of each pipeline rank besides its schedule."""
+        found: dict[tuple[StageKind, ...], RankTimes] = {}
         every = []
         for rank in range(self.layout.pp):
             stages = [self.placement.stage(rank, chunk) for chunk in range(self.placement.chunks)]
-            kinds = tuple(alike(self.spans[stage]) for stage in stages)
+            kinds = tuple(kind_of(self.spans[stage]) for stage in stages)
             if kinds not in found:
                 found[kinds] = self._rank(kinds, [self.passes[stage] for stage in stages])
             every.append(found[kinds])
@@ -186,28 +194,30 @@ class Step:
         return stage_memory(self.model, self.layout, self.global_batch, self.machine)
 
     def predict(self) -> Prediction:
-        silent = self._run([_times(one, 0.0, 0.0) for one in self.passes])
-        heard = self._run(self.times)
-        return self._summed_up(silent, heard)
+        """Run the schedule without messages and with them."""
+        without = self._run([_times(one, 0.0, 0.0) for one in self.passes])
+        with_messages = self._run(self.times)
+        return self._prediction(without, with_messages)
 
     def _run(self, times: list[StageTimes]) -> Finish:
         layout = self.layout
         return run(layout.schedule, layout.pp, layout.chunks, self.microbatches, times, layout.trainer != "hpcllm")
 
     def _message_s(self, source: int, target: int) -> float:
-        """Of hidden states or their gradients, from one pipeline rank to another."""
-        known = self.known.messages
-        if (source, target) not in known:
-            known[source, target] = self._sent_s(source, target) if source != target else 0.0
-        return known[source, target]
+        """Return the seconds of a message of hidden states, or their gradients, between two pipeline ranks."""
+        messages, ways = self.cache.messages, self.cache.ways
+        if (source, target) in messages:
+            return messages[source, target]
+        taken_s = 0.0
+        if source != target:
+            path = self.network.way(source, target)
+            if path not in ways:
+                ways[path] = self.network.message_s(message_bytes(self.model, self.layout), source, target)
+            taken_s = ways[path]
+        messages[source, target] = taken_s
+        return taken_s
 
-    def _sent_s(self, source: int, target: int) -> float:
-        known, way = self.known.ways, self.network.way(source, target)
-        if way not in known:
-            known[way] = self.network.message_s(message_bytes(self.model, self.layout), source, target)
-        return known[way]
-
-    def _rank(self, kinds: tuple[Alike, ...], mine: list[Passes]) -> RankTimes:
+    def _rank(self, kinds: tuple[StageKind, ...], mine: list[Passes]) -> RankTimes:
         layout, microbatches = self.layout, self.microbatches
         parameters = held_parameters(self.model.shape, kinds, layout.tp)
         done = exchange(parameters, layout, microbatches, self.network)
@@ -221,11 +231,11 @@ class Step:
         optimizing_s = optimizer_s(held, updated, layout, self.machine)
         return RankTimes(compute_s, tp_s, exchanged_s, hideable_s(done, forward_s, backward_s), optimizing_s)
 
-    def _summed_up(self, silent: Finish, heard: Finish) -> Prediction:
-        ends = [rank.step_s(end_s) for end_s, rank in zip(heard.end_s, self.ranks, strict=True)]
+    def _prediction(self, without: Finish, with_messages: Finish) -> Prediction:
+        ends = [rank.step_s(end_s) for end_s, rank in zip(with_messages.end_s, self.ranks, strict=True)]
         last = max(range(len(ends)), key=ends.__getitem__)
         rank = self.ranks[last]
-        idle_s = silent.end_s[last] - rank.compute_s - rank.tp_s
+        idle_s = without.end_s[last] - rank.compute_s - rank.tp_s
         return Prediction(
             machine=self.machine,
             model=self.model,
@@ -234,10 +244,10 @@ class Step:
             iteration_time_s=ends[last],
             compute_s=rank.compute_s,
             tp_s=rank.tp_s,
-            pp_s=max(0.0, heard.end_s[last] - silent.end_s[last]),
+            pp_s=max(0.0, with_messages.end_s[last] - without.end_s[last]),
             bubble_s=idle_s if idle_s > ROUNDING * ends[last] else 0.0,
-            dp_exposed_s=rank.exchanged_s - rank.hidden_s(heard.end_s[last]),
-            dp_hidden_s=rank.hidden_s(heard.end_s[last]),
+            dp_exposed_s=rank.exchanged_s - rank.hidden_s(with_messages.end_s[last]),
+            dp_hidden_s=rank.hidden_s(with_messages.end_s[last]),
             optimizer_s=rank.optimizer_s,
             memory=self.memory,
             hardware_flops=hardware_flops(self.model, self.layout) * self.global_batch * self.model.sequence,
@@ -247,20 +257,20 @@ class Step:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Seconds of one pipeline rank in a step."""
+    """Seconds of one pipeline rank in a step, besides waiting."""
 
     compute_s: float
     tp_s: float
     exchanged_s: float  # with its replicas
-    hideable_s: float  # of that, if its passes take as long
+    hideable_s: float  # part of exchanged_s that its passes hide, if they take as long
     optimizer_s: float
 
     def hidden_s(self, end_s: float) -> float:
-        """Of the exchange, by passes that end then."""
+        """Return how much of the exchange is hidden by passes that end at end_s."""
         return min(end_s, self.hideable_s)
 
     def step_s(self, end_s: float) -> float:
-        """All of its step, if its passes end then: an earlier end is never a longer step."""
+        """Return the length of the step if its passes end at end_s: an earlier end is never a longer step."""
         return end_s + self.exchanged_s - self.hidden_s(end_s) + self.optimizer_s
 
 
@@ -269,18 +279,18 @@ def _times(one: Passes, send_forward_s: float, send_backward_s: float) -> StageT
 
 
 def message_bytes(model: Model, layout: Layout) -> float:
-    """Of one rank's message between stages: all tp ranks have the hidden states, or a part of the sequence each."""
+    """Return the bytes of one rank's message between stages: the hidden states, or the rank's part of the sequence."""
     size = layout.micro_batch * model.sequence * model.shape.hidden * layout.item_bytes
     return size / layout.tp if layout.sequence_parallel or layout.trainer == "megatron" else size
 
 
 def hardware_flops(model: Model, layout: Layout) -> float:
-    """FLOPs a token of one forward and backward pass with what is made again, nothing of it in the output layer."""
+    """Return the FLOPs a token of a forward and backward pass with recomputation, none of it in the output layer."""
     shape = model.shape
     attention = 12.0 * shape.layers * shape.heads * shape.head_dim * model.sequence
-    again = 0.0
+    recomputed = 0.0
     if layout.recompute == "full":
-        again = model.flops_per_token - 6.0 * shape.vocabulary * shape.hidden
+        recomputed = model.flops_per_token - 6.0 * shape.vocabulary * shape.hidden
     elif layout.recompute == "selective" and layout.trainer == "megatron":
-        again = attention
-    return model.flops_per_token + again / 3
+        recomputed = attention
+    return model.flops_per_token + recomputed / 3

@@ -1,14 +1,23 @@
-"""The run of our trainer that a layout stands for.
+"""Convert layouts to run files of our trainer and back; check that a layout fits a model and a batch.
 
-    layout + model + samples a step --> Config --> what the trainer refuses, what a rank will hold, a run file
-    Config --> layout + model                      a run file that is there is predicted, too
+    layout + model + samples a step --> Config --> what the trainer rejects, what a rank will hold, a run file
+    Config --> layout + model                      an existing run file is predicted, too
 
-Only what a layout says; the rest is as a run file leaves it. Pure.
+    checked for both trainers    samples divide over dp, tp divides what it splits, every stage has a layer, the
+                                 schedule exists
+    trainer=hpcllm               all that our trainer rejects, by its own checks of the run that the layout stands for
+    trainer=megatron             weights may be sharded over dp with pipeline stages, too; kernels of many kinds
+
+No schedule is run: those of SCHEDULES run to their end in every shape in which they exist, which tests prove. Keys that
+a layout does not have keep their defaults. Pure.
 """
 
 from __future__ import annotations
 
-from hpcllm.config import (
+import dataclasses
+
+from hpcllm.config.policies import TRAFFIC
+from hpcllm.config.schema import (
     CommunicationConfig,
     Config,
     DataConfig,
@@ -19,13 +28,16 @@ from hpcllm.config import (
     check_together,
 )
 from hpcllm.errors import ConfigError
+from hpcllm.pipeline.schedules import make_placement
 from hpcllm.plan.layouts import Layout
 from hpcllm.plan.models import Model
-from hpcllm.policy import TRAFFIC
+from hpcllm.plan.resolve import check_layout, check_vocabulary, layer_spans
+
+OURS_ALONE = {"attention": "flash", "norm": "usual", "gradient_bytes": 0}  # keys of which our trainer has one value
 
 
 def config_of(model: Model, layout: Layout, global_batch: int) -> Config:
-    """The run, all filled in. Raises ConfigError where its keys do not fit together."""
+    """Make the run file of a layout, all filled in. Raises ConfigError where its keys do not fit together."""
     config = Config(
         model=model.shape,
         data=DataConfig(sequence_length=model.sequence, global_batch=global_batch),
@@ -47,7 +59,7 @@ def config_of(model: Model, layout: Layout, global_batch: int) -> Config:
 
 
 def layout_of(config: Config, chunks: int) -> tuple[Model, Layout]:
-    """What the planner times of a run, filled in; chunks: of its schedule. Raises ConfigError for what it does not."""
+    """Make the layout of a run, filled in. chunks: of its schedule. Raises ConfigError for keys it cannot express."""
     pipeline, words = config.pipeline, set(config.pipeline.recompute.split(","))
     chosen = [key for key in TRAFFIC if getattr(config.communication, key)]
     mixed = {
@@ -75,3 +87,24 @@ def layout_of(config: Config, chunks: int) -> tuple[Model, Layout]:
         order=mesh.order,
     )
     return Model(config.model.preset, config.model, data.sequence_length), layout
+
+
+def check_fit(model: Model, layout: Layout, global_batch: int) -> None:
+    """Raise UserError (ConfigError, MeshError, ScheduleError) with key, value and valid ones unless all fits."""
+    if layout.trainer == "hpcllm":
+        _check_ours(layout)
+    shard = layout.shard if layout.trainer == "hpcllm" else "none"
+    config = config_of(model, dataclasses.replace(layout, shard=shard), global_batch)
+    check_layout(config, layout.devices)
+    check_vocabulary(config)
+    placement = make_placement(layout.schedule, layout.pp, config.pipeline.microbatches, layout.chunks)
+    layer_spans(config, placement)
+
+
+def _check_ours(layout: Layout) -> None:
+    for key, value in OURS_ALONE.items():
+        if getattr(layout, key) != value:
+            raise ConfigError(
+                f"layout.{key} = {getattr(layout, key)!r} with trainer=hpcllm, which has only {value!r}; valid: "
+                f"{key}={value}, or trainer=megatron"
+            )

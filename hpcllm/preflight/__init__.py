@@ -1,12 +1,12 @@
-"""Is this allocation fit to run? `python -m hpcllm preflight`, and the cheap part of it at the start of `train`.
+"""Checks whether an allocation is fit to run: `python -m hpcllm preflight`; the cheap part at each start of `train`.
 
-facts.py       what one rank, one node, the allocation is found to be (pure); collect.py asks this process and node,
-gather.py      brings it to rank 0: nodes that are alike send it once
-findings.py    what is wrong: how bad, what, where, how to mend it (pure); mends.py: the options of each launcher
-checks: placement.py (cores), devices.py, messages.py (MPI and network), nodes.py, software.py: a function a fault, over
-               the facts alone (pure); checks.py has the list of them
-run_file.py    what one run file asks of this allocation
-measurements:  matrix.py, bandwidth.py, storage.py, codecs.py, load.py; rounds.py, outliers.py: whom to compare (pure)
-drawing.py     ranks, cores, devices, NICs as a tree; page.py: the page (pure)
-start.py       the part that train always runs; command.py: the command
+facts.py       what is known of a rank, a node, the allocation (pure); collect.py finds it out and brings it to rank 0,
+               facts of nodes that are alike once
+findings.py    a fault: how bad, what, where, how to fix it, in the words of each launcher (pure)
+checks.py      the list of all checks, a function a fault, over the facts alone (pure); those of cores and devices stand
+               in placement.py, those of MPI and the network in messages.py
+run_file.py    what one run file needs of this allocation
+measurements   matrix.py, bandwidth.py, storage.py, codec_test.py
+page.py        the page, with ranks, cores, devices and network cards as a tree (pure)
+examination.py all of it, as the command runs it; start.py: the part that train always runs
 """

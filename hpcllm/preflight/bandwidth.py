@@ -3,7 +3,16 @@
     node 0   rank 0 <-> rank 4   node 1       ranks of the same place, both ways at the same time, so that each network
              rank 1 <-> rank 5                card of a node works; a node's bandwidth is the sum over its ranks
 
-rounds.py says who is with whom. The best round of a node counts: with a sound partner it is as fast as it can be.
+The best round of a node counts: with a sound partner it is as fast as it can be. In a few rounds each node has other
+partners, so that a slow one stands out:
+
+    8 nodes, 3 rounds: partner = own number with one bit turned
+    round 1   0-1  2-3  4-5  6-7
+    round 2   0-2  1-3  4-6  5-7          a slow node is slow in all of its rounds, its partners in one each
+    round 3   0-4  1-5  2-6  3-7
+
+Any other number of nodes: who has no partner waits; each node has one in some round, for turning its highest bit off
+leads to a lower number.
 """
 
 from __future__ import annotations
@@ -19,17 +28,14 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from hpcllm import device
-from hpcllm.hardware.network import RDMA
-from hpcllm.messages import buffers
-from hpcllm.preflight import mends
+from hpcllm.mpi import buffers
+from hpcllm.mpi.wait import name_rank
+from hpcllm.preflight.collect import Communicators
 from hpcllm.preflight.facts import Allocation, Node
-from hpcllm.preflight.findings import Finding, Severity
-from hpcllm.preflight.gather import Crew
-from hpcllm.preflight.outliers import SLOW_SHARE, slow_ones
+from hpcllm.preflight.findings import SLOW_SHARE, Finding, Severity, slow_ones, without
 from hpcllm.preflight.page import Measured
-from hpcllm.preflight.rounds import distances, partner
-from hpcllm.waiting import name_rank
+from hpcllm.system import device
+from hpcllm.system.hardware.pci_devices import RDMA
 
 SIZE_BYTES, PING_BYTES = 4 << 20, 8
 PINGS, MOST_TIMES = 100, 64
@@ -42,7 +48,7 @@ LEAST_OF_CARDS = 0.25  # of the rate of a node's network cards; below it, messag
 class Pair:
     """This rank and one other, of the same communicator."""
 
-    crew: Crew
+    comms: Communicators
     comm: MPI.Intracomm
     peer: int
     where: torch.device  # of the messages' memory
@@ -74,18 +80,18 @@ class Pair:
     def _exchange(self, memory: torch.Tensor) -> None:
         requests = buffers.irecv(self.comm, memory[1], self.peer, TAG)
         requests += buffers.isend(self.comm, memory[0], self.peer, TAG)
-        self.crew.waits.all(requests, lambda: f"a message from {name_rank(self.comm, self.peer)}")
+        self.comms.waits.all(requests, lambda: f"a message from {name_rank(self.comm, self.peer)}")
 
 
-def measure(crew: Crew, where: torch.device, allocation: Allocation | None) -> list[Measured]:
-    """Between nodes and inside them, on rank 0. Collective over crew.world. Raises StallError.
+def measure(comms: Communicators, where: torch.device, allocation: Allocation | None) -> list[Measured]:
+    """Measure messages between nodes and inside them; the result is on rank 0. Collective over comms.world.
 
-    where: memory of messages lies: on a device only if MPI reads that.
+    where: memory of messages lies: on a device only if MPI reads that. Raises StallError.
     """
-    peers, lanes, nodes = _open_peers(crew)
-    largest = crew.world.allreduce(crew.node.size, MPI.MAX)
-    between = _rounds(crew, peers if crew.node.rank < lanes else None, nodes, where)
-    inside = _rounds(crew, crew.node, largest, where)
+    peers, lanes, nodes = _open_peers(comms)
+    largest = comms.world.allreduce(comms.node.size, MPI.MAX)
+    between = _rounds(comms, peers if comms.node.rank < lanes else None, nodes, where)
+    inside = _rounds(comms, comms.node, largest, where)
     peers.Free()
     if not allocation:
         return []
@@ -94,29 +100,29 @@ def measure(crew: Crew, where: torch.device, allocation: Allocation | None) -> l
     return found + ([_judge_inside(inside, memory)] if inside.size else [])
 
 
-def _open_peers(crew: Crew) -> tuple[MPI.Intracomm, int, int]:
+def _open_peers(comms: Communicators) -> tuple[MPI.Intracomm, int, int]:
     """(ranks of this place on all nodes, in the order of nodes; places that every node has; nodes). Collective."""
-    lanes = crew.world.allreduce(crew.node.size, MPI.MIN)
-    nodes = crew.world.allreduce(int(crew.leads))
-    lowest = crew.node.bcast(crew.world.rank)
-    return MPI.Intracomm(crew.world.Split(crew.node.rank, lowest)), lanes, nodes
+    lanes = comms.world.allreduce(comms.node.size, MPI.MIN)
+    nodes = comms.world.allreduce(int(comms.leads))
+    lowest = comms.node.bcast(comms.world.rank)
+    return MPI.Intracomm(comms.world.Split(comms.node.rank, lowest)), lanes, nodes
 
 
-def _rounds(crew: Crew, comm: MPI.Intracomm | None, most: int, where: torch.device) -> NDArray[np.float64]:
-    """(ranks, rounds, 2) GB/s and seconds on rank 0, NaN where a rank had no partner. Collective over crew.world.
+def _rounds(comms: Communicators, comm: MPI.Intracomm | None, most: int, where: torch.device) -> NDArray[np.float64]:
+    """(ranks, rounds, 2) GB/s and seconds on rank 0, NaN where a rank had no partner. Collective over comms.world.
 
     comm: whose ranks are paired, None: this one waits. most: ranks of the largest comm.
     """
     turns = distances(most)
     mine = np.full((len(turns), 2), math.nan)
     for turn, distance in enumerate(turns):
-        crew.arrive("to exchange messages")
+        comms.arrive("to exchange messages")
         peer = partner(comm.rank, distance, comm.size) if comm else None
         if comm and peer is not None:
-            mine[turn] = Pair(crew, comm, peer, where).rate_and_latency()
-    crew.arrive("to have exchanged messages")
-    table = np.empty((crew.world.size if crew.world.rank == 0 else 0, *mine.shape))
-    crew.world.Gather(mine, table if crew.world.rank == 0 else None)
+            mine[turn] = Pair(comms, comm, peer, where).rate_and_latency()
+    comms.arrive("to have exchanged messages")
+    table = np.empty((comms.world.size if comms.world.rank == 0 else 0, *mine.shape))
+    comms.world.Gather(mine, table if comms.world.rank == 0 else None)
     return table
 
 
@@ -141,7 +147,7 @@ def judge_nodes(table: NDArray[np.float64], allocation: Allocation, memory: str)
 def _slow(name: str, share: float, rate_gb_s: float, allocation: Allocation) -> Finding:
     what = f"node {name}: {100 * share:.0f} % slow in messages ({rate_gb_s:.3g} GB/s each way)"
     severity: Severity = "slow" if share >= SLOW_SHARE else "note"
-    return Finding(severity, what, f"node {name}, the best of its rounds", mends.without(allocation, [name]))
+    return Finding(severity, what, f"node {name}, the best of its rounds", without(allocation, [name]))
 
 
 def _missing_cards(allocation: Allocation, usual: float) -> list[Finding]:
@@ -173,6 +179,17 @@ def _judge_inside(table: NDArray[np.float64], memory: str) -> Measured:
 
 
 def _best(sums: Sequence[float] | NDArray[np.float64]) -> float:
-    """Of a node's rounds; NaN if it had no partner in any."""
+    """Best of a node's rounds; NaN if it had no partner in any."""
     found = [float(total) for total in sums if total > 0]
     return max(found, default=math.nan)
+
+
+def distances(nodes: int) -> list[int]:
+    """Distance of the partners of each round: 1, 2, 4, ... below the number of nodes."""
+    return [1 << bit for bit in range((nodes - 1).bit_length())] if nodes > 1 else []
+
+
+def partner(node: int, distance: int, nodes: int) -> int | None:
+    """Partner of a node in the round of that distance; None: the node waits."""
+    other = node ^ distance
+    return other if other < nodes else None

@@ -1,4 +1,4 @@
-"""What is known of an allocation, as plain values. Pure: checks and their tests need no MPI.
+"""Facts of an allocation, as plain values. Pure: checks and their tests need no MPI.
 
 Allocation -- Node n1, ranks 0-7    --.                      what ranks of one place have in common with those of
            |- Node n2, ranks 8-15   --+--> NodeFacts A       other nodes stands in NodeFacts, and is there once
@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from hpcllm.hardware.node import Hardware
+from hpcllm.system.hardware.node import Hardware
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What a rank would compute on."""
+    """Device that a rank would compute on."""
 
     kind: str  # PyTorch's word, "cuda" for ROCm too
     name: str
@@ -61,7 +61,7 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """All that does not change, of one node or of many that are alike."""
+    """Facts that do not change, of one node or of many that are alike."""
 
     hardware: Hardware
     ranks: tuple[RankFacts, ...]  # in the order of the job
@@ -70,7 +70,7 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class Gauges:
-    """What changes from moment to moment."""
+    """Readings that change from moment to moment."""
 
     available_bytes: int = 0  # memory
     shared_free_bytes: int = 0  # of /dev/shm
@@ -98,7 +98,7 @@ class Kind:
         return [node.name for node in self.nodes]
 
     def ranks(self, places: Sequence[int]) -> list[int]:
-        """In the job, of ranks that have these places in their nodes."""
+        """Job-wide numbers of the ranks that have these places in their nodes."""
         return [node.ranks[place] for node in self.nodes for place in places]
 
 
@@ -129,5 +129,5 @@ class Allocation:
 
     @property
     def first(self) -> RankFacts:
-        """Of rank 0."""
+        """Facts of rank 0."""
         return self.nodes[0].facts.ranks[0]

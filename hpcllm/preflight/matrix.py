@@ -14,35 +14,33 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hpcllm import device
-from hpcllm.hardware.lists import nodes_text
-from hpcllm.preflight import mends
+from hpcllm.preflight.collect import Communicators
 from hpcllm.preflight.facts import Allocation
-from hpcllm.preflight.findings import MOST_NODES, Finding
-from hpcllm.preflight.gather import Crew
-from hpcllm.preflight.outliers import SLOW_SHARE, slow_ones
+from hpcllm.preflight.findings import MOST_NODES, SLOW_SHARE, Finding, slow_ones, without
 from hpcllm.preflight.page import Measured
+from hpcllm.system import device
+from hpcllm.system.slurm import nodes_text
 
 BUDGET_S = 2.0
 SIZES = {"cpu": 512, "cuda": 8192, "xpu": 8192}  # rows and columns; other devices as the CPU
 MOST_FINDINGS = 8
 
 
-def measure(crew: Crew, chosen: torch.device, allocation: Allocation | None) -> Measured | None:
-    """The result, on rank 0. Collective over crew.world. Raises StallError."""
-    crew.arrive("to multiply matrices")
+def measure(comms: Communicators, chosen: torch.device, allocation: Allocation | None) -> Measured | None:
+    """The result, on rank 0. Collective over comms.world. Raises StallError."""
+    comms.arrive("to multiply matrices")
     try:
         speed = gflop_s(chosen)
     except RuntimeError:  # no memory left on a device that others use; NaN is told as a finding
         speed = math.nan
-    crew.arrive("to have multiplied matrices")
-    speeds = np.empty(crew.world.size if crew.world.rank == 0 else 0)
-    crew.world.Gather(np.array([speed]), speeds if crew.world.rank == 0 else None)
+    comms.arrive("to have multiplied matrices")
+    speeds = np.empty(comms.world.size if comms.world.rank == 0 else 0)
+    comms.world.Gather(np.array([speed]), speeds if comms.world.rank == 0 else None)
     return judge(speeds.tolist(), chosen.type, allocation) if allocation else None
 
 
 def gflop_s(chosen: torch.device, budget_s: float = BUDGET_S) -> float:
-    """Of this rank: bf16 on a device, fp32 on the CPU. Raises RuntimeError."""
+    """GFLOP/s of this rank: bf16 on a device, fp32 on the CPU. Raises RuntimeError."""
     n = SIZES.get(chosen.type, SIZES["cpu"])
     dtype = torch.float32 if chosen.type == "cpu" else torch.bfloat16
     # random: products of ones take so little power that a device which is too hot to keep its clock would look sound
@@ -74,13 +72,13 @@ def judge(speeds: Sequence[float], kind: str, allocation: Allocation) -> Measure
             "slow" if share >= SLOW_SHARE else "note",
             f"{f'node {name}: ' if several else ''}{100 * share:.0f} % slow in matrix products",
             f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:MOST_FINDINGS]))} on {name}",
-            mends.without(allocation, [name]),
+            without(allocation, [name]),
         )
         for name, (share, ranks) in sorted(by_node.items(), key=lambda item: -item[1][0])[:MOST_FINDINGS]
     ]
     if failed := [names[rank] for rank, speed in enumerate(speeds) if math.isnan(speed)]:
         where = nodes_text(failed, MOST_NODES)
-        findings.append(Finding("breaks", "a matrix product failed", where, mends.without(allocation, failed)))
+        findings.append(Finding("breaks", "a matrix product failed", where, without(allocation, failed)))
     return Measured("matrix products", _text(known, kind), {"gflop_s": [round(s, 3) for s in speeds]}, findings)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from hpcllm.hardware.network import RDMA
 from hpcllm.preflight.facts import Allocation, Kind, RankFacts
 from hpcllm.preflight.findings import Finding, everywhere, on
+from hpcllm.system.hardware.pci_devices import RDMA
 
 ENOUGH_LOCKED = 64 << 20  # bytes: below that a network card cannot register the buffers of a few messages
 FEW_FILES, SOME_FILES = 256, 1024  # that may be open at once: MPI over TCP opens one a peer, a store some, Python some
@@ -45,8 +45,8 @@ def unaware(allocation: Allocation) -> Iterator[Finding]:
     """Cray MPICH reads device memory by a library of its own, which has to be linked and switched on."""
     cray = "CRAY MPICH" in allocation.first.library.version.upper()
     for kind in allocation.kinds:
-        asked = _places(kind, lambda facts: facts.variable("MPICH_GPU_SUPPORT_ENABLED") == "1")
-        without = [place for place in asked if not kind.facts.ranks[place].library.gpu_layer]
+        enabled = _places(kind, lambda facts: facts.variable("MPICH_GPU_SUPPORT_ENABLED") == "1")
+        without = [place for place in enabled if not kind.facts.ranks[place].library.gpu_layer]
         if without and cray:
             yield Finding(
                 "breaks",
@@ -66,7 +66,7 @@ def unaware(allocation: Allocation) -> Iterator[Finding]:
 
 
 def cache_monitor(allocation: Allocation) -> Iterator[Finding]:
-    """How libfabric notices that registered memory was given back."""
+    """Settings of the way in which libfabric notices that registered memory was freed."""
     reasons = {
         "memhooks": "can deadlock in the allocator",
         "disabled": "registers memory anew for each message",
@@ -115,10 +115,10 @@ def locked_memory(allocation: Allocation) -> Iterator[Finding]:
         if low:
             kib = kind.facts.ranks[low[0]].locked_bytes >> 10
             what = f"only {kib} KiB of memory may be locked (ulimit -l), too little for the network card"
-            mend = (
+            fix = (
                 "ulimit -l unlimited in the job script; if that is refused, the site sets it (PropagateResourceLimits)"
             )
-            yield Finding("breaks", what, on(kind, low), mend)
+            yield Finding("breaks", what, on(kind, low), fix)
 
 
 def open_files(allocation: Allocation) -> Iterator[Finding]:

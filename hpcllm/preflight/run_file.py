@@ -1,4 +1,4 @@
-"""What one run file asks of this allocation: ranks, memory, shared memory, files.
+"""Demands of one run file on this allocation: ranks, memory, shared memory, files.
 
     layout      does it fit so many ranks                      schedule too
     memory      predicted for each rank, against its device or its node
@@ -17,21 +17,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcllm.axes import coordinates
-from hpcllm.config import Config
-from hpcllm.errors import HpcllmError
-from hpcllm.hardware.lists import nodes_text
-from hpcllm.hardware.node import node_name
-from hpcllm.layout import check_layout, schedule_of
+from hpcllm.config.schema import Config
+from hpcllm.errors import MeshError, ScheduleError
 from hpcllm.model.shapes import parameter_count
-from hpcllm.pipeline.checker import check
-from hpcllm.plan.memory.of_run import ITEM_BYTES, RankMemory, predict
+from hpcllm.mpi.mesh_axes import coordinates
+from hpcllm.mpi.rank_names import name_ranks
+from hpcllm.plan.memory.predict import ITEM_BYTES, RankMemory, predict
+from hpcllm.plan.resolve import resolve
+from hpcllm.preflight.collect import Communicators
 from hpcllm.preflight.facts import Allocation, Node
 from hpcllm.preflight.findings import MOST_NODES, Finding
-from hpcllm.preflight.gather import Crew
-from hpcllm.printable import size_text
-from hpcllm.ranks import name_ranks
-from hpcllm.slurm import batch_job
+from hpcllm.system.hardware.node import node_name
+from hpcllm.system.slurm import batch_job, nodes_text
+from hpcllm.system.text import size_text
 
 LIBRARIES_BYTES = 500 << 20  # of the interpreter, PyTorch and MPI, each rank
 WINDOW_BYTES = 4 << 20  # of small windows for messages of each kind, each rank
@@ -44,15 +42,17 @@ class RunFindings:
     findings: list[Finding]
 
 
-def examine(config: Config, custom: str, allocation: Allocation) -> RunFindings:
-    """config: with a vocabulary. custom: the text of pipeline.file. Pure but for the free space on the disk."""
+def examine(config: Config, allocation: Allocation) -> RunFindings:
+    """Check a run file against the allocation. Reads data.store's vocabulary, pipeline.file and the disk's free space.
+
+    config: with the model that it starts from.
+    """
     try:
-        config = check_layout(config, allocation.size)
-        schedule = schedule_of(config, custom)
-        check(schedule)
+        resolved = resolve(config, allocation.size)
+        config, schedule = resolved.config, resolved.schedule
         places = _places(config, allocation.size)
         memories = {place: predict(config, schedule, *place) for place in sorted(set(places))}
-    except HpcllmError as error:
+    except (MeshError, ScheduleError) as error:
         finding = Finding("breaks", f"the run file does not fit: {error}", f"{allocation.size} ranks", "see above")
         return RunFindings("its layout does not fit", [finding])
     of_ranks = [memories[place] for place in places]
@@ -64,25 +64,25 @@ def examine(config: Config, custom: str, allocation: Allocation) -> RunFindings:
     return RunFindings(text, findings)
 
 
-def unreadable(crew: Crew, path: Path, what: str) -> list[Finding]:
-    """A file that the first rank of each node has to read; findings on rank 0. Collective over crew.world."""
+def unreadable(comms: Communicators, path: Path, what: str) -> list[Finding]:
+    """A file that the first rank of each node has to read; findings on rank 0. Collective over comms.world."""
     fault = ""
-    if crew.leads:
+    if comms.leads:
         try:
             with path.open("rb", buffering=0) as file:
                 file.read(1)
         except OSError as error:
             fault = f"{error.strerror}"
-    mend = "`python -m hpcllm prepare` writes a store; let it be on a path that all nodes see, not on a local disk"
-    return _told(crew, f"cannot read {what} = {str(path)!r}", fault, mend)
+    fix = "`python -m hpcllm prepare` writes a store; let it be on a path that all nodes see, not on a local disk"
+    return _told(comms, f"cannot read {what} = {str(path)!r}", fault, fix)
 
 
-def unwritable(crew: Crew, folder: Path, what: str) -> list[Finding]:
+def unwritable(comms: Communicators, folder: Path, what: str) -> list[Finding]:
     """A folder, or its nearest parent that exists, to write in on each node; findings on rank 0. Collective."""
     fault = ""
-    if crew.leads and not os.access(nearest(folder), os.W_OK | os.X_OK):
+    if comms.leads and not os.access(nearest(folder), os.W_OK | os.X_OK):
         fault = f"no right to write in {str(nearest(folder))!r}"
-    return _told(crew, f"cannot write {what} = {str(folder)!r}", fault, "another run.folder, or chmod u+wx")
+    return _told(comms, f"cannot write {what} = {str(folder)!r}", fault, "another run.folder, or chmod u+wx")
 
 
 def nearest(folder: Path) -> Path:
@@ -91,13 +91,13 @@ def nearest(folder: Path) -> Path:
     return next((path for path in (folder, *folder.parents) if path.is_dir()), Path("/"))
 
 
-def _told(crew: Crew, what: str, fault: str, mend: str) -> list[Finding]:
-    rows = crew.leaders.gather((node_name(), fault)) if crew.leads else None
+def _told(comms: Communicators, what: str, fault: str, fix: str) -> list[Finding]:
+    rows = comms.leaders.gather((node_name(), fault)) if comms.leads else None
     by_fault: dict[str, list[str]] = {}
     for name, found in rows or []:
         if found:
             by_fault.setdefault(found, []).append(name)
-    return [Finding("breaks", f"{what}: {f}", nodes_text(names, MOST_NODES), mend) for f, names in by_fault.items()]
+    return [Finding("breaks", f"{what}: {f}", nodes_text(names, MOST_NODES), fix) for f, names in by_fault.items()]
 
 
 def _places(config: Config, ranks: int) -> list[tuple[int, int]]:
@@ -108,7 +108,7 @@ def _places(config: Config, ranks: int) -> list[tuple[int, int]]:
 
 
 def _memory(of_ranks: list[RankMemory], allocation: Allocation) -> Iterator[Finding]:
-    mend = "`python -m hpcllm memory RUN.toml` says what takes it and which key lowers it"
+    fix = "`python -m hpcllm memory RUN.toml` says what takes it and which key lowers it"
     short: dict[tuple[int, int], list[int]] = {}  # needs and has, of a device
     full: list[tuple[int, int, Node]] = []
     for node in allocation.nodes:
@@ -127,17 +127,17 @@ def _memory(of_ranks: list[RankMemory], allocation: Allocation) -> Iterator[Find
             full.append((need, has, node))
     for (need, has), ranks in short.items():
         what = f"the run needs {size_text(need)} of a device (predicted), which has {size_text(has)}"
-        yield Finding("breaks", what, name_ranks(ranks, 3), mend)
+        yield Finding("breaks", what, name_ranks(ranks, 3), fix)
     if full:
         need, has, node = max(full, key=lambda row: row[0] - row[1])
         what = f"the run needs {size_text(need)} on node {node.name} (predicted), which has {size_text(has)}"
-        yield Finding("breaks", what, nodes_text([node.name for _, _, node in full], MOST_NODES), mend)
+        yield Finding("breaks", what, nodes_text([node.name for _, _, node in full], MOST_NODES), fix)
 
 
 def _shared(
     config: Config, of_ranks: list[RankMemory], places: list[tuple[int, int]], allocation: Allocation
 ) -> Iterator[Finding]:
-    """What optim/assembly.py and collectives/node_window.py lay into memory that the ranks of a node share."""
+    """Node-shared memory for gradients and gathered weights (collectives/node.py), where it does not fit."""
     shard, short = config.optimizer.shard, []
     for node in allocation.nodes:
         if not node.facts.hardware.memory.shared_bytes or len(node.ranks) == 1:
@@ -154,8 +154,8 @@ def _shared(
         need, node = max(short, key=lambda row: row[0])
         free = size_text(node.gauges.shared_free_bytes)
         what = f"/dev/shm of {node.name} has {free} free, this run would use {size_text(need)}: sums in private memory"
-        mend = "enlarge it (container: --shm-size; mount -o remount,size=...), or optimizer.shard = 'states+gradients'"
-        yield Finding("slow", what, nodes_text([node.name for _, node in short], MOST_NODES), mend)
+        fix = "enlarge it (container: --shm-size; mount -o remount,size=...), or optimizer.shard = 'states+gradients'"
+        yield Finding("slow", what, nodes_text([node.name for _, node in short], MOST_NODES), fix)
 
 
 def _disk(config: Config) -> Iterator[Finding]:
@@ -165,8 +165,8 @@ def _disk(config: Config) -> Iterator[Finding]:
     need, free = each * (config.checkpoint.keep + 1), shutil.disk_usage(folder).free
     if need > free:
         what = f"{folder} has {size_text(free)} free, {config.checkpoint.keep} checkpoints and one being written need "
-        mend = "another run.folder, a lower checkpoint.keep, or delete something"
-        yield Finding("breaks", what + f"about {size_text(need)}", "run.folder", mend)
+        fix = "another run.folder, a lower checkpoint.keep, or delete something"
+        yield Finding("breaks", what + f"about {size_text(need)}", "run.folder", fix)
 
 
 def _requeue(config: Config) -> Iterator[Finding]:

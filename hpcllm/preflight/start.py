@@ -12,62 +12,65 @@ import time
 
 from mpi4py import MPI
 
-from hpcllm.binding import Binding, bind
-from hpcllm.device import slot
 from hpcllm.errors import ConfigError, HpcllmError
-from hpcllm.hardware.memory import find_room
-from hpcllm.hardware.node import find_hardware, node_name
-from hpcllm.launched import launched_ranks, launcher
+from hpcllm.mpi.collective_errors import on_root, raise_if_any_failed
+from hpcllm.mpi.wait import Waits
 from hpcllm.preflight.checks import check
-from hpcllm.preflight.collect import rank_facts
+from hpcllm.preflight.collect import Communicators, NodeReport, gather, open_communicators, rank_facts
 from hpcllm.preflight.facts import Allocation, Gauges, RankFacts
 from hpcllm.preflight.findings import Finding
-from hpcllm.preflight.gather import Crew, Own, gather, open_crew
 from hpcllm.preflight.page import one_line
-from hpcllm.together import on_root, raise_together
-from hpcllm.waiting import Waits
+from hpcllm.system.affinity import Affinity, set_affinity
+from hpcllm.system.device import local_rank
+from hpcllm.system.hardware.node import find_free_memory, find_hardware, node_name
+from hpcllm.system.job import launched_ranks, launcher
 
 
-def start(world: MPI.Intracomm, wish: str, limit_s: float) -> Binding:
+def start(world: MPI.Intracomm, wanted: str, limit_s: float) -> Affinity:
     """Check the allocation, then bind this rank to its cores. Collective over world.
 
-    wish: run.device. limit_s: of waits. Raises ConfigError, StallError, and HpcllmError where a run would break.
+    wanted: run.device. limit_s: of waits. Raises ConfigError, StallError, and HpcllmError where a run would break.
     """
-    crew = open_crew(world, Waits(limit_s))
-    mine = facts_of_all(crew, wish)
-    allocation = find_allocation(crew, mine)
+    comms = open_communicators(world, Waits(limit_s))
+    mine = facts_of_all(comms, wanted)
+    allocation = find_allocation(comms, mine)
     on_root(world, lambda: _say(check(allocation) if allocation else []))
-    binding = bind(crew.node, mine.device.numa if mine.device else None)
-    crew.free()
-    return binding
+    affinity = set_affinity(comms.node, mine.device.numa if mine.device else None)
+    comms.free()
+    return affinity
 
 
-def facts_of_all(crew: Crew, wish: str) -> RankFacts:
-    """Of this rank. Collective over crew.world. Raises ConfigError on all ranks if the wish cannot be met on one."""
+def facts_of_all(comms: Communicators, wanted: str) -> RankFacts:
+    """Facts of this rank. Collective over comms.world.
+
+    Raises ConfigError on all ranks if one of them cannot have the device that it is to have.
+    """
     mine, refusal = None, None
     try:
-        mine = rank_facts(wish, slot(crew.node.rank))
+        mine = rank_facts(wanted, local_rank(comms.node.rank))
     except ConfigError as error:
         refusal = error
-    raise_together(crew.world, refusal)
+    raise_if_any_failed(comms.world, refusal)
     assert mine
     return mine
 
 
-def find_allocation(crew: Crew, mine: RankFacts, source: str = "", others_cores: float = 0.0) -> Allocation | None:
-    """On rank 0; None elsewhere. Collective over crew.world.
+def find_allocation(
+    comms: Communicators, mine: RankFacts, source: str = "", others_cores: float = 0.0
+) -> Allocation | None:
+    """Facts of the whole allocation, on rank 0; None elsewhere. Collective over comms.world.
 
     source: of the text of this package. others_cores: see Gauges; both from first ranks of nodes. Raises StallError.
     """
-    crew.arrive("to start")  # so that clocks are read at about one time
+    comms.arrive("to start")  # so that clocks are read at about one time
     own = None
-    if crew.leads:
-        room = find_room()
+    if comms.leads:
+        room = find_free_memory()
         gauges = Gauges(room.available_bytes, room.shared_bytes, time.time(), others_cores)
         hardware = find_hardware()
         hardware = dataclasses.replace(hardware, memory=hardware.memory.rounded())
-        own = Own(node_name(), hardware, gauges, source)
-    nodes = gather(crew, mine, own)
+        own = NodeReport(node_name(), hardware, gauges, source)
+    nodes = gather(comms, mine, own)
     return Allocation(tuple(nodes), launcher(), launched_ranks()) if nodes else None
 
 

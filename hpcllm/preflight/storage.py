@@ -15,13 +15,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcllm.preflight import mends
+from hpcllm.mpi.collective_errors import on_root
+from hpcllm.preflight.collect import Communicators
 from hpcllm.preflight.facts import Allocation
-from hpcllm.preflight.findings import Finding
-from hpcllm.preflight.gather import Crew
-from hpcllm.preflight.outliers import slow_ones
+from hpcllm.preflight.findings import Finding, slow_ones, without
 from hpcllm.preflight.page import Measured
-from hpcllm.together import on_root
 
 PIECE_BYTES, MOST_PIECES = 4 << 20, 16
 BUDGET_S = 3.0
@@ -29,15 +27,15 @@ MUCH_SLOWER = 0.5  # a file system is shared with others: nodes that reach less 
 Row = tuple[int, float, float, str]  # bytes, seconds to write, seconds to read, what failed
 
 
-def measure(crew: Crew, folder: Path, allocation: Allocation | None) -> Measured | None:
-    """The result, on rank 0; leaves nothing behind. Collective over crew.world. Raises StallError, CollectiveError."""
-    inside, fault = on_root(crew.world, lambda: _folder_in(folder))
+def measure(comms: Communicators, folder: Path, allocation: Allocation | None) -> Measured | None:
+    """The result, on rank 0; leaves nothing behind. Collective over comms.world. Raises StallError, CollectiveError."""
+    inside, fault = on_root(comms.world, lambda: _folder_in(folder))
     if not inside:
         return judge([(0, 0.0, 0.0, fault)] * len(allocation.nodes), folder, allocation) if allocation else None
     try:
-        rows = _write_and_read(crew, inside)
+        rows = _write_and_read(comms, inside)
     finally:
-        if crew.world.rank == 0:
+        if comms.world.rank == 0:
             shutil.rmtree(inside, ignore_errors=True)
     return judge(rows, folder, allocation) if allocation else None
 
@@ -65,7 +63,7 @@ def judge(rows: Sequence[Row], folder: Path, allocation: Allocation) -> Measured
     for which, share in slow_ones(speeds):
         if share >= MUCH_SLOWER:
             what = f"node {names[which]} writes {speeds[which]:.3g} GB/s, {100 * share:.0f} % less than most"
-            findings.append(Finding("note", what, f"node {names[which]}", mends.without(allocation, [names[which]])))
+            findings.append(Finding("note", what, f"node {names[which]}", without(allocation, [names[which]])))
     total = sum(size for size, _, _, _ in good)
     write = total / max(*(write_s for _, write_s, _, _ in good), 1e-9) / 1e9
     read = total / max(*(read_s for _, _, read_s, _ in good), 1e-9) / 1e9
@@ -79,23 +77,23 @@ def judge(rows: Sequence[Row], folder: Path, allocation: Allocation) -> Measured
     return Measured("file system", text, facts, findings)
 
 
-def _write_and_read(crew: Crew, folder: Path) -> list[Row]:
-    """A row a node, on rank 0. Collective over crew.world."""
+def _write_and_read(comms: Communicators, folder: Path) -> list[Row]:
+    """A row a node, on rank 0. Collective over comms.world."""
     size, write_s, read_s, fault = 0, 0.0, 0.0, ""
-    crew.arrive("to write files")
-    if crew.leads:
+    comms.arrive("to write files")
+    if comms.leads:
         try:
-            size, write_s = write(folder / str(crew.leaders.rank))
+            size, write_s = write(folder / str(comms.leaders.rank))
         except OSError as error:
             fault = f"{error.strerror}"
-    crew.arrive("to have written files")
-    if crew.leads and not fault:
+    comms.arrive("to have written files")
+    if comms.leads and not fault:
         try:
-            read_s = read(folder / str((crew.leaders.rank + 1) % crew.leaders.size))
+            read_s = read(folder / str((comms.leaders.rank + 1) % comms.leaders.size))
         except OSError as error:
             fault = f"{error.strerror} in reading what another node wrote"
-    crew.arrive("to have read files")
-    return (crew.leaders.gather((size, write_s, read_s, fault)) or []) if crew.leads else []
+    comms.arrive("to have read files")
+    return (comms.leaders.gather((size, write_s, read_s, fault)) or []) if comms.leads else []
 
 
 def write(path: Path) -> tuple[int, float]:

@@ -1,27 +1,31 @@
-"""The numbers of a run, by name, unit in the name: for --json and the tables. What is not known is absent."""
+"""The numbers of a run, by name, with the unit in the name: for --json, and with labels for the tables.
+
+Facts that are not known are absent.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from hpcllm.config import from_tables
-from hpcllm.energy.account import HOURS
+from hpcllm.config.policies import TRAFFIC
+from hpcllm.config.schema import from_tables
 from hpcllm.errors import HpcllmError
-from hpcllm.laps import BETWEEN, PARTS
 from hpcllm.model.shapes import parameter_count
-from hpcllm.policy import TRAFFIC
-from hpcllm.report.log import History, Record, number
-from hpcllm.report.runs import Run
+from hpcllm.report.run_folder import History, Record, Run, number
+from hpcllm.system.energy.account import HOURS, WORDS
+from hpcllm.system.text import percent, size_text
+from hpcllm.training.step_timer import BETWEEN, PARTS
 
 TIMES = tuple(f"time_{part}_s" for part in (*PARTS, *BETWEEN))
 SUMS = ("node_hours", *HOURS.values(), "energy_kwh", "energy_gpus_kwh", "tokens_per_kwh", "cost")
 
 
 def facts(run: Run) -> dict[str, Any]:
-    """Of one run; JSON can say them."""
+    """All facts of one run, as JSON can hold them."""
     history = run.history
     found = {"run": run.name, "folder": str(run.folder), **_progress(run), **_size(run)}
     found |= _loss(history) | _speed(history) | _taken(history)
@@ -64,11 +68,13 @@ def state(run: Run) -> str:
 
 
 def last_step(history: History) -> int:
+    """Number of steps made; 0 before the first."""
     steps = [record["step"] for records in (history.steps[-1:], history.ends[-1:]) for record in records]
     return max(steps, default=0)
 
 
 def ago(seconds: float) -> str:
+    """'3 hours': an age in whole units of which there are at least two."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -114,7 +120,7 @@ def _speed(history: History) -> dict[str, Any]:
 
 
 def _taken(history: History) -> dict[str, Any]:
-    """The newest sums over all starts, and what of the energy was measured."""
+    """The newest sums over all starts, and which part of the energy was measured."""
     records: Sequence[Record] = [*history.steps[-1:], *history.ends[-1:]]
     newest = max((r for r in records if "node_hours" in r), key=lambda r: number(r["node_hours"]), default={})
     scopes = [start["start"].get("energy_scope") for start in history.starts]
@@ -145,3 +151,82 @@ def _median(values: Sequence[float]) -> float | None:
 
 def _is_known(value: Any) -> bool:
     return value is not None and value != {} and not (isinstance(value, float) and not math.isfinite(value))
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One row of the tables: which fact, what it is called, how it is shown."""
+
+    key: str
+    label: str
+    show: Callable[[Any], str] = str
+    better: Literal["", "lower", "higher"] = ""  # "" too where runs of different length would not compare
+
+
+def count(value: float) -> str:
+    """'12,345'."""
+    return f"{value:,.0f}"
+
+
+def short(value: float) -> str:
+    """Three digits, and all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _digits4(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def _large(value: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.4g} {unit}"
+    return f"{value:,}"
+
+
+def mesh_text(value: Any) -> str:
+    """'dp=4 pp=2 tp=1' of a mapping, any other value as it is."""
+    return " ".join(f"{axis}={size}" for axis, size in value.items()) if isinstance(value, Mapping) else str(value)
+
+
+QUANTITIES = (
+    Quantity("state", "state"),
+    Quantity("step", "steps made", count),
+    Quantity("parameters", "parameters", _large),
+    Quantity("tokens", "tokens trained on", _large),
+    Quantity("ranks", "ranks", count),
+    Quantity("mesh", "mesh", mesh_text),
+    Quantity("nodes", "nodes", count),
+    Quantity("device_name", "device"),
+    Quantity("loss", "training loss, last, nats a token", _digits4, "lower"),
+    Quantity("validation_loss", "validation loss, last", _digits4, "lower"),
+    Quantity("best_validation_loss", "validation loss, best", _digits4, "lower"),
+    Quantity("best_validation_step", "validation loss, best, at step", count),
+    Quantity("bits_per_byte", "bits a byte of held-out text", _digits4, "lower"),
+    Quantity("median_tokens_per_s", "tokens/s, median", short, "higher"),
+    Quantity("median_step_s", "seconds a step, median", short, "lower"),
+    Quantity("median_tflops_per_device", "TFLOP/s a rank, median", short, "higher"),
+    Quantity("median_mfu", "MFU, median", percent, "higher"),
+    Quantity("median_communication_share", "share of a step spent waiting, median", percent, "lower"),
+    Quantity("memory_gb", "memory, the most of any rank, GB", short, "lower"),
+    Quantity("node_hours", WORDS["node_hours"], short),
+    Quantity("gpu_hours", WORDS["gpu_hours"], short),
+    Quantity("core_hours", WORDS["core_hours"], short),
+    Quantity("energy_kwh", "energy, kWh", short),
+    Quantity("energy_gpus_kwh", "energy of GPUs among it, kWh", short),
+    Quantity("energy_scope", "energy was measured of"),
+    Quantity("tokens_per_kwh", "tokens a kWh", short, "higher"),
+    Quantity("cost", "cost, by the prices of [energy]", lambda value: f"{value:,.2f}"),
+    Quantity("checkpoints", "checkpoints written", count),
+    Quantity("checkpoint_bytes", "bytes of one", size_text),
+    Quantity("median_checkpoint_gb_s", "checkpoints, GB/s, median", short, "higher"),
+    Quantity("checkpoint_waits_s", "seconds waited for checkpoints, all together", short),
+    Quantity("starts", "starts", count),
+    Quantity("overflows", "logged steps skipped, as gradients overflowed", count),
+)
+
+
+def summary_rows(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(label, value) of all known facts of a run; the steps made are in its state."""
+    shown = [quantity for quantity in QUANTITIES if quantity.key in found and quantity.key != "step"]
+    return [(quantity.label, quantity.show(found[quantity.key])) for quantity in shown]

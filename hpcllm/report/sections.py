@@ -4,46 +4,56 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from html import escape
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from hpcllm.energy.account import WORDS
-from hpcllm.printable import size_text
-from hpcllm.report import words
-from hpcllm.report.curves import Curve, Panel, draw
-from hpcllm.report.drawing import swatch
-from hpcllm.report.facts import traffic
-from hpcllm.report.log import History, number
-from hpcllm.report.memory import memory_section
-from hpcllm.report.page import Section, pairs, paragraph, picture, table
-from hpcllm.report.runs import Run
-from hpcllm.report.starts import checkpoint_section, machine_section
-from hpcllm.report.times import time_section
-from hpcllm.report.traces import trace_section
+from hpcllm.errors import HpcllmError
+from hpcllm.mpi.mesh_axes import coordinates
+from hpcllm.mpi.rank_names import name_ranks
+from hpcllm.pipeline.explain import explain, explanation_lines, explanation_panels
+from hpcllm.pipeline.measured import read_trace
+from hpcllm.pipeline.picture import draw
+from hpcllm.plotting import data_uris
+from hpcllm.report import figures
+from hpcllm.report.facts import mesh_text, short, summary_rows, time_split, traffic
+from hpcllm.report.figures import Curve, Panel, curves
+from hpcllm.report.page import Block, Figure, Pairs, Section, Table, Text, Verbatim
+from hpcllm.report.run_folder import History, Record, Run, number
+from hpcllm.system.energy.account import WORDS
+from hpcllm.system.text import percent, size_text
 
 NO_STEPS = "No step has been logged yet."
+MOST_STAGES_DRAWN = 12  # the table has all
+MOST_ROWS = 12  # of checkpoints and starts, the newest
+MOST_TRACES, MOST_TRACE_BYTES, MOST_TRACE_RANKS, TRACE_COLUMNS = 3, 16 << 20, 64, 100
+TRAFFIC_HEAD = ("bytes a step, all ranks", "as sent", "ratio")
+CHECKPOINT_COLUMNS = {
+    "checkpoint_bytes": size_text,
+    "checkpoint_s": short,
+    "checkpoint_wait_s": short,
+    "checkpoint_gb_s": short,
+}
 
 
 def sections(run: Run, facts: Mapping[str, Any], log_x: bool) -> list[Section]:
-    """All of a run."""
+    """All sections of a run."""
     history = run.history
     resumes = [float(start["step"]) for start in history.starts[1:]]
+    run_file = Verbatim(run.run_file) if run.run_file else Text("There is no run.toml.")
     return [
-        Section("Summary", pairs(words.rows(facts)) + paragraph(_log_note(history), faint=True)),
+        Section("Summary", [Pairs(summary_rows(facts)), Text(_log_note(history), faint=True)]),
         Section("Loss", _loss(history, resumes, log_x)),
         Section("Learning rate and gradient norm", _optimizer(history, resumes, log_x)),
         Section("Throughput", _throughput(history, resumes, log_x)),
         Section("Communication", _traffic(history, resumes)),
-        Section("Where the time goes", time_section({run.name: history})),
-        Section("Memory", memory_section(run)),
+        Section("Where the time goes", time_blocks({"": history})),
+        Section("Memory", _memory(run)),
         Section("Energy and cost", _energy(history, facts, resumes)),
-        Section("Pipeline", trace_section(run)),
-        Section("Checkpoints and starts", checkpoint_section(history)),
-        Section("Machine", machine_section(history)),
-        Section(
-            "Run file", f"<pre>{escape(run.run_file)}</pre>" if run.run_file else paragraph("There is no run.toml.")
-        ),
+        Section("Pipeline", [block for path in run.traces[-MOST_TRACES:] for block in _trace(path)]),
+        Section("Checkpoints and starts", _checkpoints(history)),
+        Section("Machine", _machine(history)),
+        Section("Run file", [run_file]),
     ]
 
 
@@ -56,19 +66,19 @@ def _log_note(history: History) -> str:
     return "; ".join(found) + "."
 
 
-def _loss(history: History, resumes: list[float], log_x: bool) -> str:
+def _loss(history: History, resumes: list[float], log_x: bool) -> list[Block]:
     checks = [record for record in history.validations if math.isfinite(number(record["validation_loss"]))]
-    curves = [Curve(*history.loss, 0)]
-    curves += [Curve([r["step"] for r in checks], [r["validation_loss"] for r in checks], 1, dots=True)]
-    legend = [(swatch(0), "training")] + [(swatch(1), "validation")] * bool(checks)
-    panel = Panel("loss, nats a token", curves)
+    lines = [Curve(*history.loss, 0, "training")]
+    if checks:
+        steps, losses = [r["step"] for r in checks], [r["validation_loss"] for r in checks]
+        lines.append(Curve(steps, losses, 1, "validation", dots=True))
+    found: list[Block] = [*curves("loss over the steps", [Panel("loss, nats a token", lines)], resumes, log_x)]
     bad = sum(not math.isfinite(loss) for loss in history.loss[1])
-    note = paragraph(f"{bad} logged step(s) had a loss that is no number.") if bad else ""
-    found = picture(draw("loss", "loss over the steps", [panel], resumes, log_x), legend + _resume_legend(resumes))
-    return (found or paragraph(NO_STEPS)) + note
+    note = [Text(f"{bad} logged step(s) had a loss that is no number.")] if bad else []
+    return [*(found or [Text(NO_STEPS)]), *note]
 
 
-def _optimizer(history: History, resumes: list[float], log_x: bool) -> str:
+def _optimizer(history: History, resumes: list[float], log_x: bool) -> list[Block]:
     panels = [
         Panel("learning rate", [Curve(*history.column("learning_rate"))], from_zero=True),
         Panel("gradient norm", [Curve(*history.column("grad_norm"))], from_zero=True),
@@ -76,11 +86,11 @@ def _optimizer(history: History, resumes: list[float], log_x: bool) -> str:
     if "loss_scale" in history.last:
         panels.append(Panel("loss scale", [Curve(*history.column("loss_scale"))], log=True))
     note = f"{history.overflows} logged step(s) had gradients that overflowed; they are gaps in the curve."
-    shown = picture(draw("optimizer", "learning rate and gradient norm over the steps", panels, resumes, log_x))
-    return shown + (paragraph(note) if history.overflows else "")
+    shown = curves("learning rate and gradient norm over the steps", panels, resumes, log_x)
+    return [*shown, *([Text(note)] if history.overflows else [])]
 
 
-def _throughput(history: History, resumes: list[float], log_x: bool) -> str:
+def _throughput(history: History, resumes: list[float], log_x: bool) -> list[Block]:
     panels = [
         Panel("tokens/s, all ranks", [Curve(*history.column("tokens_per_s"))], from_zero=True),
         Panel("TFLOP/s a rank", [Curve(*history.column("tflops_per_device"))], from_zero=True),
@@ -88,58 +98,114 @@ def _throughput(history: History, resumes: list[float], log_x: bool) -> str:
     steps, mfu = history.column("mfu")
     if mfu:
         panels.append(Panel("MFU, %", [Curve(steps, [100 * value for value in mfu])], from_zero=True))
-    note = "" if mfu or not history.steps else "MFU is not known: run.machine names no machine, whose peak it is of."
-    shown = picture(draw("throughput", "tokens and operations a second over the steps", panels, resumes, log_x))
-    return shown + (paragraph(note, faint=True) if note else "")
+    note = "MFU is not known: run.machine names no machine whose peak could be divided by."
+    shown = curves("tokens and operations a second over the steps", panels, resumes, log_x)
+    return [*shown, *([] if mfu or not history.steps else [Text(note, faint=True)])]
 
 
-def _traffic(history: History, resumes: list[float]) -> str:
-    kinds = traffic(history)
-    if not kinds:
+def _traffic(history: History, resumes: list[float]) -> list[Block]:
+    if not traffic(history):
         why = "one rank has nobody to send to, and ranks of one node sum in memory that they share"
-        return paragraph(f"No bytes went by message: {why}.") if history.steps else ""
-    rows = [
-        (kind, size_text(found["plain_bytes"]), size_text(found["bytes"]), f"{found['ratio']:.2f}")
-        for kind, found in kinds.items()
-    ]
+        return [Text(f"No bytes went by message: {why}.")] if history.steps else []
+    kinds = list(traffic(history))
     sent = {kind: history.column(f"{kind}_bytes") for kind in kinds}
-    panels = [
-        Panel(
-            "MB a step, as sent",
-            [Curve(x, [value / 1e6 for value in y], k) for k, (x, y) in enumerate(sent.values())],
-            from_zero=True,
+    megabytes = [Curve(x, [value / 1e6 for value in y], k, kind) for k, (kind, (x, y)) in enumerate(sent.items())]
+    ratios = [Curve(*history.column(f"{kind}_ratio"), k, kind) for k, kind in enumerate(kinds)]
+    return [
+        Table(["kind of traffic", *TRAFFIC_HEAD], traffic_rows(history)),
+        Text("In the mean over the second half of what was logged.", faint=True),
+        *curves(
+            "bytes by kind of traffic",
+            [Panel("MB a step, as sent", megabytes, from_zero=True), Panel("ratio", ratios)],
+            resumes,
         ),
-        Panel("ratio", [Curve(*history.column(f"{kind}_ratio"), k) for k, kind in enumerate(kinds)]),
     ]
-    legend = [(swatch(k), kind) for k, kind in enumerate(kinds)]
-    head = ["kind of traffic", "bytes a step, all ranks", "as sent", "ratio"]
-    note = paragraph("In the mean over the second half of what was logged.", faint=True)
-    return table(head, rows) + note + picture(draw("traffic", "bytes by kind of traffic", panels, resumes), legend)
 
 
-def _energy(history: History, facts: Mapping[str, Any], resumes: list[float]) -> str:
+def traffic_rows(history: History, name: str = "") -> list[list[str]]:
+    """A row a kind of traffic, under TRAFFIC_HEAD; name: of the run, before the kind."""
+    return [
+        [name + kind, size_text(found["plain_bytes"]), size_text(found["bytes"]), f"{found['ratio']:.2f}"]
+        for kind, found in traffic(history).items()
+    ]
+
+
+def time_blocks(histories: Mapping[str, History]) -> list[Block]:
+    """Seconds of a step by part, a bar a run; of one run, whose name is not shown, also over its steps."""
+    splits = {name: split for name, history in histories.items() if (split := time_split(history))}
+    if not splits:
+        return [Text("The log does not say where the time of its steps went; it was written by an older version.")]
+    is_one = len(histories) == 1
+    over_steps = figures.time_over_steps(next(iter(histories.values()))) if is_one else []
+    bars = figures.time_bars({name or "mean": split for name, split in splits.items()}, legend=not over_steps)
+    rows = []
+    for part, (label, _) in figures.TIMES.items():
+        if any(split.get(part) for split in splits.values()):
+            shares = [percent(split.get(part, 0) / sum(split.values())) for split in splits.values()]
+            seconds = [f"{split.get(part, 0):.3g}" for split in splits.values()]
+            rows.append([label, *seconds, *(shares if is_one else [])])
+    note = (
+        "Means over the ranks. The bubble is what the schedule idles by itself, at most what was waited; reading, "
+        "computing and waiting make a step, and logs, checkpoints and validation lie between steps."
+    )
+    head = ["", "seconds a step", "share"] if is_one else ["seconds a step", *splits]
+    return [*over_steps, *bars, Table(head, rows), Text(note, faint=True)]
+
+
+def _memory(run: Run) -> list[Block]:
+    """Memory of tensors as it was measured, beside what was predicted: for each stage and its ranks."""
+    if not run.history.memory:
+        return [Text("The log does not say how much memory the ranks take.")] if run.history.steps else []
+    record = run.history.memory[-1]
+    kinds = [kind for kind in figures.MEMORY if f"{kind}_memory_bytes" in record]
+    rows, bars = [], dict[str, dict[str, float]]()
+    for name, ranks, sizes in _stages(run, record):
+        measured = {kind: number(sizes[f"{kind}_memory_bytes"]) for kind in kinds}
+        predicted = {kind: number(sizes.get(f"{kind}_memory_predicted_bytes")) for kind in kinds}
+        rows.append([ranks, *(f"{size_text(measured[kind])} ({size_text(predicted[kind])})" for kind in kinds)])
+        bars |= {f"{name}measured": measured, f"{name}predicted": predicted}
+    note = "Tensors, the most of any rank, in the first step of the last start: measured (predicted)."
+    head = ["", *(figures.MEMORY[kind][0] for kind in kinds)]
+    drawn = figures.memory_bars(bars if len(rows) <= MOST_STAGES_DRAWN else {})
+    return [Table(head, rows), Text(note, faint=True), *drawn]
+
+
+def _stages(run: Run, record: Record) -> list[tuple[str, str, Record]]:
+    """(short name, name with ranks, sizes) of each pipeline stage, or of all ranks where the log knows no stages."""
+    stages = record.get("memory_stages")
+    if not isinstance(stages, list) or len(stages) < 2:
+        return [("", "all ranks", record)]
+    return [(f"stage {k} ", f"stage {k} ({_ranks_of(run, k)})", sizes) for k, sizes in enumerate(stages)]
+
+
+def _ranks_of(run: Run, stage: int) -> str:
+    sizes = run.history.starts[-1]["start"].get("mesh", {}) if run.history.starts else {}
+    order = run.key("mesh", "order")
+    if not (sizes and isinstance(order, str)):
+        return "its ranks"
+    ranks = range(math.prod(sizes.values()))
+    return name_ranks((rank for rank in ranks if coordinates(rank, sizes, order)["pp"] == stage), 3)
+
+
+def _energy(history: History, facts: Mapping[str, Any], resumes: list[float]) -> list[Block]:
     if "node_hours" not in history.last and "node_hours" not in facts:
-        return ""
-    rows = [(word, words.short(facts[key])) for key, word in WORDS.items() if key in facts]
+        return []
+    rows = [(word, short(facts[key])) for key, word in WORDS.items() if key in facts]
+    cost = [("cost, by the prices of [energy]", f"{facts['cost']:,.2f}")] if "cost" in facts else []
     if "energy_kwh" not in facts:
         note = "Energy was not measured: the nodes told none that the run could read, or energy.source = 'none'."
-        return pairs([*rows, *_cost(facts)]) + paragraph(note, faint=True)
+        return [Pairs([*rows, *cost]), Text(note, faint=True)]
     scope = facts.get("energy_scope", "what the nodes told")
-    rows.append((f"energy of {scope}", f"{words.short(facts['energy_kwh'])} kWh"))
-    rows += [("tokens a kWh", words.short(facts["tokens_per_kwh"]))] if "tokens_per_kwh" in facts else []
-    steps, kwh = history.column("energy_kwh")
+    rows.append((f"energy of {scope}", f"{short(facts['energy_kwh'])} kWh"))
+    rows += [("tokens a kWh", short(facts["tokens_per_kwh"]))] if "tokens_per_kwh" in facts else []
     panels = [
-        Panel("kWh, so far", [Curve(steps, kwh)], from_zero=True),
-        Panel("kW a node", [Curve(*_power(history))], from_zero=True),
+        Panel("kWh, so far", [Curve(*history.column("energy_kwh"))], from_zero=True),
+        Panel("kW a node", [Curve(*_node_kilowatts(history))], from_zero=True),
     ]
-    return pairs([*rows, *_cost(facts)]) + picture(draw("energy", "energy and power over the steps", panels, resumes))
+    return [Pairs([*rows, *cost]), *curves("energy and power over the steps", panels, resumes)]
 
 
-def _cost(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [("cost, by the prices of [energy]", f"{facts['cost']:,.2f}")] if "cost" in facts else []
-
-
-def _power(history: History) -> tuple[list[float], list[float]]:
+def _node_kilowatts(history: History) -> tuple[list[float], list[float]]:
     """Steps, and the mean power of a node since the record before, kW."""
     steps, kilowatts = list[float](), list[float]()
     records = [record for record in history.steps if "energy_kwh" in record and "node_hours" in record]
@@ -151,5 +217,56 @@ def _power(history: History) -> tuple[list[float], list[float]]:
     return steps, kilowatts
 
 
-def _resume_legend(resumes: list[float]) -> list[tuple[str, str]]:
-    return [("", "dotted: a later start goes on from there")] if resumes else []
+def _trace(path: Path) -> list[Block]:
+    """The pipeline as it ran, drawn above its ideal and explained."""
+    try:
+        if path.stat().st_size > MOST_TRACE_BYTES:
+            return [Text(f"{path.name} is too large to be drawn here; `schedule --measured` draws it.")]
+        explanations = [explain(measured) for measured in read_trace(path)]
+    except (HpcllmError, OSError) as error:
+        return [Text(f"{path.name}: {error}")]
+    told = Verbatim("\n".join(explanation_lines(explanations, TRACE_COLUMNS)), f"{path.name} explained")
+    panels = explanation_panels(explanations)
+    if len(panels[0].rows) > MOST_TRACE_RANKS:
+        return [told]
+    with draw(panels, "ms").figure() as made:
+        return [Figure(data_uris(made, themes=False), f"pipeline, {path.name}", wide=True), told]
+
+
+def _checkpoints(history: History) -> list[Block]:
+    """Checkpoints written, how often the run was started, where and with what, and how it ended."""
+    rows = []
+    for record in history.checkpoints[-MOST_ROWS:]:
+        values = {key: number(record.get(key)) for key in CHECKPOINT_COLUMNS}  # older versions did not log all
+        cells = [show(values[key]) if math.isfinite(values[key]) else "" for key, show in CHECKPOINT_COLUMNS.items()]
+        rows.append([f"step {record['step']:,}", *cells])
+    more = len(history.checkpoints) - len(rows)
+    note = [Text(f"and {more} before them", faint=True)] if more else []
+    head = ["checkpoint", "size", "seconds", "of which steps waited", "GB/s"]
+    found: list[Block] = [Table(head, rows), *note, Pairs(_starts(history))]
+    return found if history.checkpoints or history.starts or history.ends else []
+
+
+def _starts(history: History) -> list[tuple[str, str]]:
+    """Each start, and how the last one ended as far as it said."""
+    found = []
+    for k, record in list(enumerate(history.starts))[-MOST_ROWS:]:
+        start = record["start"]
+        slurm = start.get("slurm") or {}
+        job = f", Slurm job {slurm['job_id']}" if slurm.get("job_id") else ""
+        where = f"{start.get('ranks', '?')} ranks on {start.get('hosts', '?')}{job}"
+        found.append((f"start {k + 1}", f"from step {record['step']:,}, {start.get('time', '')}, {where}"))
+    for record in history.ends[-1:]:
+        end = record["end"]
+        why = f", stopped by {end['stopped_by']}" if end.get("stopped_by") else ""
+        found.append(("last end", f"after step {record['step']:,}, {end.get('time', '')}{why}"))
+    return found
+
+
+def _machine(history: History) -> list[Block]:
+    if not history.starts:
+        why = "The log does not say where the run was: an older version wrote it."
+        return [Text(why)] if history.steps else []
+    start = history.starts[-1]["start"]
+    rows = [(key.replace("_", " "), mesh_text(value)) for key, value in start.items() if value not in ("", {}, None)]
+    return [Text("Of the last start.", faint=True), Pairs(rows)]

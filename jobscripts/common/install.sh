@@ -78,7 +78,7 @@ hpcllm_packages() {
 
 hpcllm_starts() { # on a login node: MPI itself is not started, for there it may end whom it did not start
     hpcllm_python -c 'import h5py, mpi4py, torch
-from hpcllm.cli import main
+from hpcllm.cli.main import main
 print("torch", torch.__version__, "mpi4py", mpi4py.__version__, "h5py", h5py.__version__,
     "parallel" if h5py.get_config().mpi else "not parallel: checkpoint.writer = offsets needs no other")'
 }

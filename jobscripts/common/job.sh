@@ -87,7 +87,7 @@ hpcllm_preflight() { # RUN.toml ARGUMENTS of train: a bad allocation is told in 
         hpcllm_say "preflight: exit code $code; PREFLIGHT=warn, so the run starts all the same"
         return
     fi
-    hpcllm_die "$code" "preflight: exit code $code, so nothing is trained on these nodes. What mends it stands above;
+    hpcllm_die "$code" "preflight: exit code $code, so nothing is trained on these nodes. How to fix it stands above;
     PREFLIGHT=warn starts the run whatever is found, PREFLIGHT=0 does not look"
 }
 

@@ -2,9 +2,9 @@
 
     python perf/plan/compare.py [--table NAME ...]
 
-Nothing is fitted to a row: what there is to choose stands in hpcllm/plan/time/families.py and in the machine files,
+Nothing is fitted to a row: what there is to choose stands in hpcllm/plan/time/roofline.py and in the machine files,
 one row a type of device and one number a network. They were chosen with the tables that are not called held-out, but
-for what FSDP hides (HIDDEN_EACH in hpcllm/plan/time/data_parallel.py), with MPT's. The held-out tables were in sight
+for what FSDP hides (HIDDEN_EACH in hpcllm/plan/time/passes.py), with MPT's. The held-out tables were in sight
 meanwhile: what large products sustain on A100 went from 0.92 to 0.90 and back with all of them on the screen. Before
 any choice, the first figures had a median error of 3 to 7 % on each held-out table.
 

@@ -8,7 +8,7 @@
 
 Nothing is fitted to a row. The constants stand in hpcllm/plan/memory/: what the allocator holds on to was chosen by
 LUMI's stages, the context by BLOOM's note on an idle device, gaps by the 13B rows at 2k tokens with those at 8k in
-sight. Which loss and gradients a trainer has stands in megatron_passes.py and megatron.py there, and was concluded
+sight. Which loss and gradients a trainer has stands in megatron.py there, and was concluded
 from all rows that ran, those of MPT included; so no table of rows that did not fit is a clean hold-out. BLOOM's memory
 was in sight as well, but no number comes from it.
 """

@@ -16,8 +16,7 @@ from typing import Any
 
 from hpcllm.plan.layouts import Layout
 from hpcllm.plan.machine import Machine, read_machine
-from hpcllm.plan.network.library import VOLUME
-from hpcllm.plan.network.network import Network
+from hpcllm.plan.time.network import VOLUME, Network
 
 HERE = Path(__file__).resolve().parent
 LARGE_BYTES = 4 << 20  # from here bandwidth decides, not latency

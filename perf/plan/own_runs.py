@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 from hpcllm.plan.layouts import Layout, parse_layout
-from hpcllm.plan.memory.own import own_memory
+from hpcllm.plan.memory.predict import layout_memory
 from hpcllm.plan.models import read_model
 from hpcllm.plan.prediction import predict
 from hpcllm.plan.time.calibration import machine_text
@@ -109,7 +109,9 @@ class Run:
         """The prediction, and bytes of the fullest stage's tensors."""
         shape, sequence, samples, _ = MODELS[self.model]
         model = read_model({**shape, "vocabulary": vocabulary, "sequence_length": sequence})
-        memory = max(rank.states + rank.activations + rank.buffers for rank in own_memory(model, self.layout, samples))
+        memory = max(
+            rank.states + rank.activations + rank.buffers for rank in layout_memory(model, self.layout, samples)
+        )
         return predict(self.place.machine, model, self.layout, samples), memory
 
     def settings(self, store: Path, folder: str) -> Iterator[str]:

@@ -13,10 +13,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcllm.checkpoint import blocks
+from hpcllm.checkpoint import layout
 from hpcllm.checkpoint.archive import compress, decompress
-from hpcllm.checkpoint.layout import STORED_AS, DatasetSpec
-from hpcllm.checkpoint.packing import filter_mask, pack, unpack
+from hpcllm.checkpoint.layout import STORED_AS, DatasetSpec, filter_mask, pack, unpack
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.slabs import whole
 from hpcllm.checkpoint.verify import verify_file
@@ -28,7 +27,7 @@ LIMIT = 400  # bytes of a block, so that small tensors have many
 
 @pytest.fixture
 def many_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", LIMIT)
+    monkeypatch.setattr(layout, "BLOCK_BYTES", LIMIT)
 
 
 def is_sound(path, comm=None) -> bool:

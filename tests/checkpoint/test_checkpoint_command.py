@@ -11,17 +11,18 @@ import signal
 import numpy as np
 import pytest
 
-from hpcllm.checkpoint import blocks, command
+from hpcllm.checkpoint import layout
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.verify import verify_file
-from hpcllm.cli import main
-from hpcllm.launched import LAUNCHED
+from hpcllm.cli import checkpoint as command
+from hpcllm.cli.main import main
+from hpcllm.system.job import SIZE_VARIABLES
 
 
 @pytest.fixture(autouse=True)
 def many_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 160)
-    for name in LAUNCHED:  # so that the command of a test is one process, whoever started the tests
+    monkeypatch.setattr(layout, "BLOCK_BYTES", 160)
+    for name in SIZE_VARIABLES:  # so that the command of a test is one process, whoever started the tests
         monkeypatch.delenv(name, raising=False)
 
 

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from hpcllm.config import ModelConfig
+from hpcllm.config.schema import ModelConfig
 
 SCRIPT = Path(__file__).resolve().parents[2] / "perf" / "checkpoint_corruption.py"
 

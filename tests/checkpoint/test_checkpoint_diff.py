@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcllm.checkpoint import blocks
+from hpcllm.checkpoint import layout
 from hpcllm.checkpoint.archive import compress
 from hpcllm.checkpoint.diff import difference
-from hpcllm.checkpoint.diff_report import as_dict, lines
 from hpcllm.checkpoint.layout import DatasetSpec
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.slabs import whole
@@ -24,7 +23,7 @@ CONFIG = '[run]\nname = "a"\nseed = 1\n[mesh]\ndp = 2\n[optimizer]\nlearning_rat
 
 @pytest.fixture(autouse=True)
 def many_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 96)
+    monkeypatch.setattr(layout, "BLOCK_BYTES", 96)
 
 
 def write(path, tensors, attributes=None, dtypes=None):
@@ -36,8 +35,8 @@ def write(path, tensors, attributes=None, dtypes=None):
 def found_between(a, b, tolerance=None):
     with Checkpoint.open(a) as one, Checkpoint.open(b) as other:
         found = difference(one, other, tolerance)
-    assert as_dict(a, b, found)["same"] == found.is_none
-    assert lines(a, b, found)[-1].startswith("the same") == found.is_none
+    assert found.as_dict(a, b)["same"] == found.is_none
+    assert found.lines(a, b)[-1].startswith("the same") == found.is_none
     return found
 
 
@@ -98,7 +97,7 @@ def test_infinities_are_only_close_to_themselves(tmp_path, b, same):
     assert found.is_none == same
     if not same:
         assert found.tensors["w"].max_absolute is None
-        assert "not finite" in "\n".join(lines(*paths, found))
+        assert "not finite" in "\n".join(found.lines(*paths))
 
 
 def test_names_shapes_and_types_are_compared(tmp_path):

@@ -11,10 +11,10 @@ import torch
 from pytest_mpi import parallel_assert
 from small_checkpoints import write_slabs
 
-from hpcllm.checkpoint import blocks, tensors
-from hpcllm.checkpoint.fetch import fetch
+from hpcllm.checkpoint import layout, restore
 from hpcllm.checkpoint.layout import DatasetSpec
 from hpcllm.checkpoint.reader import Checkpoint
+from hpcllm.checkpoint.restore import fetch
 from hpcllm.checkpoint.slabs import Slab, whole
 from hpcllm.errors import CheckpointError
 
@@ -30,7 +30,7 @@ def known() -> dict[str, np.ndarray]:
 @pytest.fixture
 def path(comm, shared_path, known, monkeypatch) -> Path:
     """A file of many blocks, written by rank 0's process alone."""
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(layout, "BLOCK_BYTES", 300)
     if comm.rank == 0:
         specs = {name: DatasetSpec(shape, "float32") for name, shape in SHAPES.items()}
         write_slabs(shared_path / "x.h5", None, specs, {whole(n, t.shape): t for n, t in known.items()}, {})
@@ -86,7 +86,7 @@ def test_replicas_read_a_file_once(comm, shared_path):
             count = bytes_read_by_this_process() - before
             parallel_assert(all((out == 1).all() for _, out in slabs))
             assert wanted[0][1].nbytes <= comm.allreduce(count) <= wanted[0][1].nbytes + comm.size * bound
-            parallel_assert(count <= -(-4 // comm.size) * blocks.BLOCK_BYTES + bound)
+            parallel_assert(count <= -(-4 // comm.size) * layout.BLOCK_BYTES + bound)
 
 
 @pytest.mark.parallel([1, 2, 3])
@@ -124,7 +124,7 @@ def test_a_rank_that_sees_another_file_is_named(comm, path, known):
 @pytest.mark.parametrize("rounds", [0, 1, 2, 3, 5, 100])
 def test_rounds_are_all_datasets_once_and_none_is_much_larger_than_the_others(comm, path, known, rounds):
     with Checkpoint.open(path, comm) as checkpoint:
-        names = list(tensors._rounds(checkpoint, rounds))
+        names = list(restore._rounds(checkpoint, rounds))
     assert sorted(name for some in names for name in some) == sorted(known)
     sizes, each = [sum(known[name].nbytes for name in some) for some in names], max(t.nbytes for t in known.values())
     assert max(sizes) <= sum(sizes) / max(rounds, 1) + each
@@ -135,12 +135,12 @@ def test_rounds_are_all_datasets_once_and_none_is_much_larger_than_the_others(co
 @pytest.mark.parametrize("aside_bytes", [1, 1500, 1 << 28])
 def test_values_are_converted_in_rounds(comm, path, known, monkeypatch, aside_bytes):
     """Some ranks convert, some do not, one wants nothing: the rounds are everyone's."""
-    monkeypatch.setattr(tensors, "_ASIDE_BYTES", aside_bytes)
+    monkeypatch.setattr(restore, "_SCRATCH_BYTES", aside_bytes)
     dtype = [torch.bfloat16, torch.float32, torch.float64][comm.rank % 3]
     names = [] if comm.rank == 2 else list(known)
     wanted = [(whole(n, known[n].shape), torch.full(known[n].shape, float("nan"), dtype=dtype)) for n in names]
     turned = torch.full((20, 33), float("nan"))
     with Checkpoint.open(path, comm) as checkpoint:
-        tensors.fill(checkpoint, [*wanted, (whole("c/matrix", (33, 20)), turned.t())])
+        restore.fill(checkpoint, [*wanted, (whole("c/matrix", (33, 20)), turned.t())])
     same = [torch.equal(out, torch.from_numpy(known[s.dataset]).to(dtype)) for s, out in wanted]
     parallel_assert(all(same) and torch.equal(turned.t(), torch.from_numpy(known["c/matrix"])))

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from hpcllm.checkpoint import blocks
+from hpcllm.checkpoint import layout
 from hpcllm.checkpoint.inspect import describe, tree_lines
 from hpcllm.checkpoint.layout import DatasetSpec
 from hpcllm.checkpoint.reader import Checkpoint
@@ -27,7 +27,7 @@ def text_of(path) -> str:
 
 
 def test_the_description_agrees_with_the_tensors(tmp_path, write_alone, tensors, specs, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 160)
+    monkeypatch.setattr(layout, "BLOCK_BYTES", 160)
     path = write_alone(tmp_path / "x.h5")
     found = described(path)
     assert (found["file_bytes"], found["packed"], found["damage"]) == (path.stat().st_size, False, [])
@@ -79,7 +79,7 @@ def test_the_tree_counts_blocks_as_people_do(tmp_path):
 
 
 def test_a_damaged_block_is_named_and_the_rest_is_shown(tmp_path, write_alone, tensors, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 160)
+    monkeypatch.setattr(layout, "BLOCK_BYTES", 160)
     path = write_alone(tmp_path / "x.h5")
     before = described(path)
     with Checkpoint.open(path) as checkpoint:
@@ -109,7 +109,7 @@ def test_neither_mpi_nor_torch_is_loaded(tmp_path, write_alone):
         ["decompress", tmp_path / "a.h5", tmp_path / "b.h5"],
     ):
         program = (
-            "import sys; from hpcllm.cli import main; code = main(['checkpoint', *sys.argv[1:]]); "
+            "import sys; from hpcllm.cli.main import main; code = main(['checkpoint', *sys.argv[1:]]); "
             "sys.exit(f'loaded: {found}' if (found := {'mpi4py.MPI', 'torch'} & set(sys.modules)) else code)"
         )
         done = subprocess.run([sys.executable, "-c", program, *map(str, command)], capture_output=True, text=True)

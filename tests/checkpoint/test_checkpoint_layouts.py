@@ -12,16 +12,16 @@ import pytest
 from mpi4py import MPI
 from pytest_mpi import parallel_assert
 
-from hpcllm import config as configs
-from hpcllm.assemble import assemble
 from hpcllm.checkpoint.folder import newest_first
 from hpcllm.checkpoint.reader import Checkpoint
-from hpcllm.claim import claim_run
-from hpcllm.config import Config
+from hpcllm.config import schema as configs
+from hpcllm.config.schema import Config
 from hpcllm.data.prepare import PrepareOptions, prepare
-from hpcllm.resume import resume
-from hpcllm.saving import open_saving
-from hpcllm.step import forward_backward
+from hpcllm.training.resume import resume
+from hpcllm.training.run_lock import lock_run
+from hpcllm.training.saving import open_saving
+from hpcllm.training.setup import open_run
+from hpcllm.training.step import forward_backward
 
 LAYOUTS = {
     1: [{}, {"pipeline": {"schedule": "zb-v"}}],
@@ -84,15 +84,15 @@ def written(path: Path) -> dict[str, bytes]:
 def test_what_one_layout_wrote_another_writes_again(comm, folder, compute):
     files: list[dict[str, bytes]] = []
     for number, layout in enumerate(LAYOUTS[comm.size]):
-        with assemble(run_config(folder, compute, layout), comm) as parts:
-            with claim_run(comm, parts.run_folder, restart=False) as claim:
-                step, position, _ = resume(parts)
+        with open_run(run_config(folder, compute, layout), comm) as run:
+            with lock_run(comm, run.run_folder, restart=False) as lock:
+                step, position, _ = resume(run)
                 parallel_assert((step, position) == (number, 12 * number))
                 if number == 0:
-                    parts.gradients.begin(0, True)
-                    forward_backward(parts, 0, 0)
-                    parts.optimizer.update(1e-2, 1.0)
-                with open_saving(parts, claim, None, None) as saving:
+                    run.gradients.begin(0, True)
+                    forward_backward(run, 0, 0)
+                    run.optimizer.update(1e-2, 1.0)
+                with open_saving(run, lock, None, None) as saving:
                     saving.save(number + 1, position + 12, None)
                     saving.finish()
             path = saving.newest

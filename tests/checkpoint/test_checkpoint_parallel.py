@@ -11,11 +11,11 @@ import pytest
 from pytest_mpi import parallel_assert
 from small_checkpoints import own_attributes, verify, write_slabs
 
-from hpcllm.checkpoint import blocks
-from hpcllm.checkpoint.fetch import fetch
+from hpcllm.checkpoint import layout
 from hpcllm.checkpoint.folder import load_newest
 from hpcllm.checkpoint.layout import DatasetSpec
 from hpcllm.checkpoint.reader import Checkpoint
+from hpcllm.checkpoint.restore import fetch
 from hpcllm.checkpoint.slabs import Slab, overlap, whole
 from hpcllm.errors import CheckpointError
 
@@ -84,7 +84,7 @@ def test_damage_is_found_by_every_rank_at_once(comm, shared_path, split):
 @pytest.mark.parametrize(("wrote", "reads"), [(rows_of, columns_of), (columns_of, rows_of), (rows_of, rows_of)])
 def test_no_byte_is_handed_out_unverified(comm, shared_path, monkeypatch, wrote, reads):
     """Alone, a rank finds damage in the blocks that it touches; together, all learn of it and who has read it."""
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 4 * 18 * 5)
+    monkeypatch.setattr(layout, "BLOCK_BYTES", 4 * 18 * 5)
     shape, hurt = (24, 18), Slab("w", (5, 0), (5, 18))
     tensor = np.arange(24 * 18, dtype="f4").reshape(shape)
     mine = wrote(comm.rank, comm.size, shape)

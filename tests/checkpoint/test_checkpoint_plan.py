@@ -13,16 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcllm.checkpoint import blocks
+from hpcllm.checkpoint import layout
 from hpcllm.checkpoint.layout import DatasetSpec
-from hpcllm.checkpoint.pieces import Shards
 from hpcllm.checkpoint.plan import Part, Plan, Request, assign, plan_all
 from hpcllm.checkpoint.slabs import Slab, intersection, part_of, stretch, uncovered, whole
-from hpcllm.chunks import chunk_range
-from hpcllm.config import ModelConfig
+from hpcllm.checkpoint.state import Shards
+from hpcllm.config.schema import ModelConfig
 from hpcllm.errors import CheckpointError
-from hpcllm.model.shapes import parameter_shapes
-from hpcllm.model.shards import shard_of
+from hpcllm.model.shapes import parameter_shapes, shard_of
+from hpcllm.mpi.partition import chunk_range
 
 SHAPES = st.lists(st.integers(1, 12), max_size=3).map(tuple)
 SEEDS = st.integers(0, 2**32 - 1)
@@ -33,7 +32,7 @@ Memory = dict[Slab, np.ndarray]
 
 @contextmanager
 def small_blocks(most_bytes: int = 96):
-    with mock.patch.object(blocks, "BLOCK_BYTES", most_bytes):
+    with mock.patch.object(layout, "BLOCK_BYTES", most_bytes):
         yield
 
 
@@ -55,12 +54,12 @@ def messages(plans: Sequence[Plan]) -> dict[tuple[int, int], tuple[list, list]]:
     """(holder, owner) -> what the holder sends or receives in its order, what the owner receives or sends in its."""
     found: dict[tuple[int, int], tuple[list, list]] = {}
     for rank, plan in enumerate(plans):
-        for turn, errands in enumerate(plan.errands):
-            for errand in errands:
-                assert errand.turn == turn
-                found.setdefault((rank, errand.owner), ([], []))[0].append((turn, errand.number, errand.box))
-        for turn, own in enumerate(plan.own):
-            for part in own.parts:
+        for turn, parts in enumerate(plan.remote):
+            for part in parts:
+                assert part.turn == turn
+                found.setdefault((rank, part.owner), ([], []))[0].append((turn, part.number, part.box))
+        for turn, task in enumerate(plan.tasks):
+            for part in task.parts:
                 if part.rank != rank:
                     found.setdefault((part.rank, rank), ([], []))[1].append((turn, part.number, part.box))
     return found
@@ -70,24 +69,24 @@ def written(plans: Sequence[Plan], memory: Sequence[Memory]) -> dict[tuple[str, 
     """What owners put together of every block, from the memory of all ranks."""
     file = {}
     for plan in plans:
-        for own in plan.own:
-            block = np.zeros(own.box.shape, plan.stored(own.box))
-            for part in own.parts:
+        for task in plan.tasks:
+            block = np.zeros(task.box.shape, plan.dtype(task.box))
+            for part in task.parts:
                 slab = plans[part.rank].slabs[part.number]
-                block[part_of(part.box, own.box)] = memory[part.rank][slab][part_of(part.box, slab)]
-            assert (own.box.dataset, own.index) not in file
-            file[own.box.dataset, own.index] = block
+                block[part_of(part.box, task.box)] = memory[part.rank][slab][part_of(part.box, slab)]
+            assert (task.box.dataset, task.index) not in file
+            file[task.box.dataset, task.index] = block
     return file
 
 
 def read(plans: Sequence[Plan], file: Mapping[tuple[str, int], np.ndarray]) -> list[Memory]:
-    memory = [{slab: np.full(slab.shape, -1, plan.stored(slab)) for slab in plan.slabs} for plan in plans]
+    memory = [{slab: np.full(slab.shape, -1, plan.dtype(slab)) for slab in plan.slabs} for plan in plans]
     for plan in plans:
-        for own in plan.own:
-            for part in own.parts:
+        for task in plan.tasks:
+            for part in task.parts:
                 slab = plans[part.rank].slabs[part.number]
-                block = file[own.box.dataset, own.index]
-                memory[part.rank][slab][part_of(part.box, slab)] = block[part_of(part.box, own.box)]
+                block = file[task.box.dataset, task.index]
+                memory[part.rank][slab][part_of(part.box, slab)] = block[part_of(part.box, task.box)]
     return memory
 
 
@@ -97,17 +96,17 @@ def test_every_block_has_one_owner_and_every_element_reaches_it_once(partition, 
     specs = {f"d{n}": DatasetSpec(shape, "float32") for n, shape in enumerate(shapes)}
     with small_blocks():
         plans = plans_to_write(specs, scattered(partition, np.random.default_rng(seed), specs, ranks))
-        owned = Counter((own.box.dataset, own.index) for plan in plans for own in plan.own)
+        owned = Counter((task.box.dataset, task.index) for plan in plans for task in plan.tasks)
         assert owned == {(name, index): 1 for name, spec in specs.items() for index in range(spec.blocks)}
         for plan in plans:
-            assert [own.box for own in plan.own] == sorted(
-                (specs[own.box.dataset].block(own.box.dataset, own.index) for own in plan.own),
-                key=lambda box: (box.dataset, blocks.first_element(box, specs[box.dataset].shape)),
+            assert [task.box for task in plan.tasks] == sorted(
+                (specs[task.box.dataset].block(task.box.dataset, task.index) for task in plan.tasks),
+                key=lambda box: (box.dataset, specs[box.dataset].block_offset(box)),
             )
-            for own in plan.own:
-                local = (Slab("", tuple(np.subtract(p.box.start, own.box.start)), p.box.shape) for p in own.parts)
-                assert uncovered(own.box.shape, local) is None
-                assert all(part_of(p.box, plans[p.rank].slabs[p.number]) is not None for p in own.parts)
+            for task in plan.tasks:
+                local = (Slab("", tuple(np.subtract(p.box.start, task.box.start)), p.box.shape) for p in task.parts)
+                assert uncovered(task.box.shape, local) is None
+                assert all(part_of(p.box, plans[p.rank].slabs[p.number]) is not None for p in task.parts)
         assert all(sent == received for sent, received in messages(plans).values())
 
 
@@ -117,9 +116,9 @@ def test_an_owner_has_much_of_its_block(partition, shape, seed, ranks):
     specs = {"d": DatasetSpec(shape, "float32")}
     with small_blocks():
         for plan in plans_to_write(specs, scattered(partition, np.random.default_rng(seed), specs, ranks)):
-            for own in plan.own:
+            for task in plan.tasks:
                 has = Counter()
-                for part in own.parts:
+                for part in task.parts:
                     has[part.rank] += part.box.elements
                 assert 2 * has[plan.rank] >= max(has.values())
 
@@ -145,7 +144,7 @@ def test_written_by_some_and_read_by_others(partition, index_of, shapes, seed, w
             for slab, array in found.items():
                 assert np.array_equal(array, values[slab.dataset][index_of(slab)])
         some = plan_all([(specs, slabs) for slabs in wanted[1:] or [[]]], exactly_once=False)
-        needed = {part.box for plan in some for own in plan.own for part in own.parts}
+        needed = {part.box for plan in some for task in plan.tasks for part in task.parts}
         assert all(
             any(
                 intersection(box, slab).elements
@@ -186,7 +185,7 @@ def flat_share(shard, kind, names, replica, dp, sharded, once):
     place = 0
     for name, size in zip(names, sizes, strict=True):
         if max(first, place) < min(end, place + size) and (shard.writes(name) or not once):
-            yield from shard.places(kind, name, max(first - place, 0), min(end - place, size))
+            yield from shard.slabs_between(kind, name, max(first - place, 0), min(end - place, size))
         place += size
 
 
@@ -206,14 +205,14 @@ def test_written_by_one_mesh_and_read_by_another(index_of, before, after, sharde
         file = written(plans_to_write(specs, held), memory)
         _, wanted = held_by(MODEL, *after, sharded=sharded, once=False)
         plans = plan_all([(specs, slabs) for slabs in wanted], exactly_once=False)
-        assert len({(own.box, own.index) for plan in plans for own in plan.own}) == len(file)
-        assert sum(len(plan.own) for plan in plans) == len(file)  # each block is read once, whoever needs it
+        assert len({(task.box, task.index) for plan in plans for task in plan.tasks}) == len(file)
+        assert sum(len(plan.tasks) for plan in plans) == len(file)  # each block is read once, whoever needs it
         for found in read(plans, file):
             assert all(array.tobytes() == values[s.dataset][index_of(s)].tobytes() for s, array in found.items())
 
 
 def owned_bytes(plans: Sequence[Plan]) -> list[int]:
-    return [sum(own.box.elements * plan.stored(own.box).itemsize for own in plan.own) for plan in plans]
+    return [sum(task.box.elements * plan.dtype(task.box).itemsize for task in plan.tasks) for plan in plans]
 
 
 @pytest.mark.parametrize("ranks", range(2, 9))
@@ -226,10 +225,10 @@ def test_columns_are_written_by_all_in_one_stretch_each(ranks):
         held.append([Slab("w", (0, first), (999, end - first))])
     with small_blocks(41 * 4 * 10):
         plans = plans_to_write({"w": spec}, held)
-    counts = [len(plan.own) for plan in plans]
+    counts = [len(plan.tasks) for plan in plans]
     assert sum(counts) == 100
     assert max(counts) - min(counts) <= 1
-    assert all(plan.own[-1].index - plan.own[0].index + 1 == len(plan.own) for plan in plans)
+    assert all(plan.tasks[-1].index - plan.tasks[0].index + 1 == len(plan.tasks) for plan in plans)
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 1, 2), (4, 1, 2), (2, 2, 2), (1, 1, 4), (8, 1, 1), (1, 1, 8)])
@@ -244,18 +243,20 @@ def test_a_model_is_written_evenly(mesh):
     for owned, own in zip(owned_bytes(plans), brought, strict=True):
         assert owned <= 1.1 * max(own, total / len(plans)) + 16 * 1024
     if mesh[2] == 1:  # without columns only blocks at the edges of shares travel
-        sent = sum(4 * errand.box.elements for plan in plans for turn in plan.errands for errand in turn)
+        sent = sum(4 * part.box.elements for plan in plans for turn in plan.remote for part in turn)
         assert sent <= 0.5 * 1024 * sum(len(slabs) for slabs in held)
 
 
 def test_small_tensors_that_all_need_are_read_by_all():
     """200 tensors of one block: nobody reads more than twice the mean, and who reads which follows from names alone."""
-    specs = {f"model/blocks.{n}.norm.weight": DatasetSpec((64,), "float32") for n in range(200)}
+    specs = {f"model/layout.{n}.norm.weight": DatasetSpec((64,), "float32") for n in range(200)}
     wanted = [whole(name, spec.shape) for name, spec in specs.items()]
     plans = plan_all([(specs, wanted)] * 8, exactly_once=False)
-    assert max(len(plan.own) for plan in plans) <= 50
+    assert max(len(plan.tasks) for plan in plans) <= 50
     again = plan_all([(specs, wanted[::-1])] * 8, exactly_once=False)
-    assert [[own.box for own in plan.own] for plan in again] == [[own.box for own in plan.own] for plan in plans]
+    assert [[task.box for task in plan.tasks] for plan in again] == [
+        [task.box for task in plan.tasks] for plan in plans
+    ]
 
 
 def test_who_has_most_of_a_block_owns_it():
@@ -279,7 +280,7 @@ def test_what_cannot_be_planned_is_named():
     for asked, message in cases:
         with pytest.raises(CheckpointError, match=message):
             plan_all(asked, exactly_once=True)
-    assert plan_all(cases[1][0], exactly_once=False)[0].own  # a reader may leave something
+    assert plan_all(cases[1][0], exactly_once=False)[0].tasks  # a reader may leave something
 
 
 @quick

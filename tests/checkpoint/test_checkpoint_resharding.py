@@ -1,7 +1,7 @@
 """Write with one mesh, read with another, up to 8 ranks of each, simulated in one process without MPI.
 
-Every rank's sections, optimizer and slabs are the real ones, so are the plans of who owns which block, the file and its
-reader. Only messages are not: what a rank would send is copied from its memory to the owner's, or back.
+Every rank's shard specs, optimizer and slabs are the real ones, so are the plans of who owns which block, the file and
+its reader. Only messages are not: what a rank would send is copied from its memory to the owner's, or back.
 """
 
 from __future__ import annotations
@@ -18,22 +18,20 @@ import pytest
 import torch
 from small_checkpoints import write_slabs
 
-from hpcllm.checkpoint import blocks, plan
+from hpcllm.checkpoint import layout, plan
 from hpcllm.checkpoint.layout import STORED_AS, DatasetSpec, as_bytes
-from hpcllm.checkpoint.pieces import Shards
 from hpcllm.checkpoint.reader import Checkpoint
+from hpcllm.checkpoint.restore import fill
 from hpcllm.checkpoint.slabs import Slab, part_of
-from hpcllm.checkpoint.state import arrays_of
-from hpcllm.checkpoint.tensors import fill
-from hpcllm.config import ModelConfig
-from hpcllm.model.shapes import parameter_shapes, split_layers
-from hpcllm.model.shards import shard_of
+from hpcllm.checkpoint.state import Shards, arrays_of
+from hpcllm.config.schema import ModelConfig
+from hpcllm.model.shapes import parameter_shapes, shard_of, split_layers
 from hpcllm.model.tensor_parallel import TensorParallel
 from hpcllm.optim.adamw import Share
+from hpcllm.optim.flat_buffers import MASTER, Piece
 from hpcllm.optim.optimizer import Optimizer
-from hpcllm.optim.pieces import MASTER, Piece
-from hpcllm.optim.sections import BucketPlan, Groups, make_sections
-from hpcllm.pipeline.placement import Placement
+from hpcllm.optim.shard_spec import BucketPlan, Groups, make_shard_specs
+from hpcllm.pipeline.actions import Placement
 
 LAYERS = 4
 LLAMA = ModelConfig(layers=LAYERS, hidden=12, heads=4, kv_heads=2, ffn=20, vocabulary=31, max_sequence=16)
@@ -87,11 +85,11 @@ class Rank:
         shared = "embedding.weight" if model.tied and ends_apart and "embedding.weight" in self.names else None
         self.owned = {name for name in self.names if not (pp > 0 and name == shared)}
         self.shards = Shards(shapes, tp, layout.tp)
-        own = {name: torch.zeros(shard_of(name, shapes[name], tp, layout.tp)[1], dtype=dtype) for name in self.names}
+        task = {name: torch.zeros(shard_of(name, shapes[name], tp, layout.tp)[1], dtype=dtype) for name in self.names}
         replicas, ends = SimpleNamespace(size=layout.dp, rank=dp), SimpleNamespace(size=2, rank=int(pp > 0))
-        sections = make_sections(
-            {name: torch.nn.Parameter(values) for name, values in own.items()},
-            dict.fromkeys(own, 1),
+        specs = make_shard_specs(
+            {name: torch.nn.Parameter(values) for name, values in task.items()},
+            dict.fromkeys(task, 1),
             shared,
             BucketPlan(
                 bucket_bytes=[200, 5000, 10**6][(layout.dp + layout.tp) % 3],
@@ -106,15 +104,15 @@ class Rank:
         )
         shares = [
             Share(
-                section,
-                lambda part: own[part.name].view(-1)[part.start : part.end],
-                torch.zeros(section.owned) if dtype != torch.float32 else None,
-                torch.zeros(section.owned),
-                torch.zeros(section.owned),
+                spec,
+                lambda part: task[part.name].view(-1)[part.start : part.end],
+                torch.zeros(spec.owned) if dtype != torch.float32 else None,
+                torch.zeros(spec.owned),
+                torch.zeros(spec.owned),
                 SimpleNamespace(),  # no step is made
                 (),
             )
-            for section in sections
+            for spec in specs
         ]
         self.optimizer = Optimizer(shares, SimpleNamespace(settle=lambda: None), dp, layout.dp)
 
@@ -153,7 +151,7 @@ def values(kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> 
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def owners(specs: dict[str, DatasetSpec], held: list[dict], exactly_once: bool) -> list[tuple[plan.OwnBlock, ...]]:
+def owners(specs: dict[str, DatasetSpec], held: list[dict], exactly_once: bool) -> list[tuple[plan.BlockTask, ...]]:
     """The blocks of each rank, as the ranks would agree on them."""
     ranks = len(held)
     asked: list[list[plan.Request]] = [[] for _ in held]
@@ -161,24 +159,24 @@ def owners(specs: dict[str, DatasetSpec], held: list[dict], exactly_once: bool) 
         used = {name: specs[name] for name in sorted({slab.dataset for slab in slabs})}
         for planner, requests in enumerate(plan.requests(used, list(slabs), rank, ranks)):
             asked[planner] += requests
-    told: list[list[plan.OwnBlock]] = [[] for _ in held]
+    told: list[list[plan.BlockTask]] = [[] for _ in held]
     for requests in asked:
-        for owner, own in enumerate(plan.tasks(requests, ranks, exactly_once=exactly_once)):
-            told[owner] += own
-    return [plan.own_blocks(own) for own in told]
+        for owner, task in enumerate(plan.assign_all(requests, ranks, exactly_once=exactly_once)):
+            told[owner] += task
+    return [plan.in_file_order(task) for task in told]
 
 
 def gathered(specs: dict[str, DatasetSpec], held: list[dict[Slab, torch.Tensor]]) -> dict[Slab, np.ndarray]:
     """The blocks of a file, put together from what the ranks send to the owners."""
     arrays = [(list(slabs), arrays_of(slabs)) for slabs in held]
     found = {}
-    for own in (one for each in owners(specs, held, exactly_once=True) for one in each):
-        block = np.empty(own.box.shape, STORED_AS[specs[own.box.dataset].dtype])
-        for part in own.parts:
+    for task in (one for each in owners(specs, held, exactly_once=True) for one in each):
+        block = np.empty(task.box.shape, STORED_AS[specs[task.box.dataset].dtype])
+        for part in task.parts:
             slabs, array_of = arrays[part.rank]
             slab = slabs[part.number]
-            block[part_of(part.box, own.box)] = array_of(slab)[part_of(part.box, slab)]
-        found[own.box] = block
+            block[part_of(part.box, task.box)] = array_of(slab)[part_of(part.box, slab)]
+        found[task.box] = block
     return found
 
 
@@ -186,13 +184,13 @@ def scattered(checkpoint: Checkpoint, specs: dict[str, DatasetSpec], held: list[
     """Fill what the ranks need from blocks that their owners read; returns how many were read."""
     arrays = [(list(slabs), arrays_of(slabs)) for slabs in held]
     read = [one for each in owners(specs, held, exactly_once=False) for one in each]
-    for own in read:
-        block = np.empty(own.box.shape, STORED_AS[specs[own.box.dataset].dtype])
-        checkpoint.fill(own.box, as_bytes(block))
-        for part in own.parts:
+    for task in read:
+        block = np.empty(task.box.shape, STORED_AS[specs[task.box.dataset].dtype])
+        checkpoint.fill_block(task.box.dataset, task.index, as_bytes(block))
+        for part in task.parts:
             slabs, array_of = arrays[part.rank]
             slab = slabs[part.number]
-            array_of(slab)[part_of(part.box, slab)] = block[part_of(part.box, own.box)]
+            array_of(slab)[part_of(part.box, slab)] = block[part_of(part.box, task.box)]
     return len(read)
 
 
@@ -201,7 +199,7 @@ def test_any_mesh_reads_what_any_other_wrote(tmp_path, monkeypatch, seed):
     rng = np.random.default_rng(seed)
     wrote, reads = (layouts()[i] for i in rng.integers(len(layouts()), size=2))
     model, dtype = (LLAMA, GPT2)[seed % 2], (torch.float32, torch.bfloat16)[seed // 2 % 2]
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", int(rng.choice([200, 2000, 1 << 22])))
+    monkeypatch.setattr(layout, "BLOCK_BYTES", int(rng.choice([200, 2000, 1 << 22])))
     kinds = ["model", *([MASTER] if dtype != torch.float32 else []), "optimizer/exp_avg", "optimizer/exp_avg_sq"]
     specs = {
         f"{kind}/{name}": DatasetSpec(shape, str(dtype).removeprefix("torch.") if kind == "model" else "float32")

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from hpcllm.checkpoint import retention
-from hpcllm.checkpoint.folder import file_name, newest_first, step_of
+from hpcllm.checkpoint import folder as run_folder
+from hpcllm.checkpoint.folder import Found, Retention, file_name, newest_first, step_of, superseded, sweep
 from hpcllm.checkpoint.layout import DatasetSpec
-from hpcllm.checkpoint.retention import Folder, Found, superseded, sweep
 from hpcllm.checkpoint.slabs import whole
 from hpcllm.checkpoint.writer import prepare, write
-from hpcllm.config import CheckpointConfig
+from hpcllm.config.schema import CheckpointConfig
 
 
 def rule(keep: int = 2, every_steps: int = 0, best: int = 0) -> CheckpointConfig:
@@ -72,14 +71,14 @@ def scored(path: Path, loss: float) -> None:
 def test_the_best_stay_with_the_newest(tmp_path):
     for step, loss in enumerate([3.1, 2.7, 2.9, 2.8, 3.0, math.nan, 3.2], start=1):
         scored(tmp_path / file_name(step), loss)
-    Folder(tmp_path).tidy(rule(keep=2, best=2))
+    Retention(tmp_path).tidy(rule(keep=2, best=2))
     assert [step_of(path) for path in newest_first(tmp_path)] == [7, 6, 4, 2]
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3, 4, 9])
 def test_the_newest_stay(tmp_path, write_alone, keep):
     paths = {step: write_alone(tmp_path / file_name(step)) for step in (1, 2, 3, 4)}
-    assert Folder(tmp_path).tidy(rule(keep)) == ""
+    assert Retention(tmp_path).tidy(rule(keep)) == ""
     assert newest_first(tmp_path) == [paths[step] for step in range(4, max(0, 4 - keep), -1)]
 
 
@@ -87,7 +86,7 @@ def test_what_cannot_be_deleted_is_said(tmp_path, write_alone):
     for step in (1, 2):
         write_alone(tmp_path / file_name(step))
     (tmp_path / file_name(0)).mkdir()
-    said = Folder(tmp_path).tidy(rule(1))
+    said = Retention(tmp_path).tidy(rule(1))
     assert "cannot delete" in said
     assert file_name(0) in said
     assert (tmp_path / file_name(2)).exists()
@@ -97,7 +96,7 @@ def test_what_cannot_be_deleted_is_said(tmp_path, write_alone):
 def test_a_damaged_newest_does_not_cost_the_last_sound_one(tmp_path, write_alone, keep):
     paths = {step: write_alone(tmp_path / file_name(step)) for step in (1, 2, 3)}
     paths[3].write_bytes(paths[3].read_bytes()[:-1])
-    Folder(tmp_path).tidy(rule(keep))
+    Retention(tmp_path).tidy(rule(keep))
     assert paths[2].exists()
     assert paths[1].exists() == (keep == 2)
 
@@ -105,9 +104,9 @@ def test_a_damaged_newest_does_not_cost_the_last_sound_one(tmp_path, write_alone
 def test_a_file_is_looked_into_again_only_when_it_has_changed(tmp_path, write_alone, monkeypatch):
     opened = []
     monkeypatch.setattr(
-        retention, "read_directory", lambda path, read=retention.read_directory: (opened.append(path), read(path))[1]
+        run_folder, "read_directory", lambda path, read=run_folder.read_directory: (opened.append(path), read(path))[1]
     )
-    path, folder = write_alone(tmp_path / file_name(1)), Folder(tmp_path)
+    path, folder = write_alone(tmp_path / file_name(1)), Retention(tmp_path)
     assert folder.look(path).sound
     assert folder.look(path).sound
     assert opened == [path]

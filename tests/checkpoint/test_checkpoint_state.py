@@ -13,17 +13,14 @@ from mpi4py import MPI
 from pytest_mpi import parallel_assert
 from small_checkpoints import write_slabs
 
-from hpcllm.checkpoint.facts import facts
-from hpcllm.checkpoint.pieces import Shards
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.restore import read_model, restore, tokenizer_json
-from hpcllm.checkpoint.state import RunState, save
-from hpcllm.chunks import chunk_range
-from hpcllm.config import ModelConfig, from_tables, to_tables
+from hpcllm.checkpoint.state import RunState, Shards, facts, save
+from hpcllm.config.schema import ModelConfig, from_tables, to_tables
 from hpcllm.errors import CheckpointError
-from hpcllm.model.shapes import parameter_shapes, split_layers
-from hpcllm.model.shards import shard_of
-from hpcllm.optim.pieces import Piece
+from hpcllm.model.shapes import parameter_shapes, shard_of, split_layers
+from hpcllm.mpi.partition import chunk_range
+from hpcllm.optim.flat_buffers import Piece
 
 MODEL = ModelConfig(layers=3, hidden=12, heads=4, ffn=20, vocabulary=31, max_sequence=16, positions="learned")
 SHAPES = parameter_shapes(MODEL)
@@ -100,7 +97,7 @@ def reads_the_same(checkpoint: Checkpoint, place: Place, dtype: torch.dtype, sha
         kept.append(place.pieces(MASTER, FP32, shared))
     asked = [pair for pieces in kept for pair in emptied(pieces)]
     known = restore(checkpoint, place.shards, [piece for piece, _ in asked])
-    same = (known.step, known.position, known.updates, known.seed) == (12, 384, 11, 17)
+    same = (known.step, known.position, known.updates, known.config["run"]["seed"]) == (12, 384, 11, 17)
     same = same and (known.loss_scale, known.good_steps) == (2.0**15, 7)
     return same and from_tables(known.config) == CONFIG and all(torch.equal(p.values, want) for p, want in asked)
 

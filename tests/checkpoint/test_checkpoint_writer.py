@@ -16,13 +16,13 @@ import pytest
 from pytest_mpi import parallel_assert
 from small_checkpoints import own_attributes, verify, write_slabs
 
-from hpcllm.checkpoint import blocks, mpio, writer
+from hpcllm.checkpoint import layout, mpio, writer
 from hpcllm.checkpoint.layout import CHECKSUMS, DatasetSpec
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.slabs import Slab, whole
 from hpcllm.checkpoint.writer import Settings, prepare, write
-from hpcllm.chunks import chunk_range
 from hpcllm.errors import CheckpointError, ConfigError
+from hpcllm.mpi.partition import chunk_range
 
 SIZES = [1, 2, 3, 4]
 HAS_MPIO = h5py.get_config().mpi
@@ -31,7 +31,7 @@ WRITERS = ["offsets", pytest.param("mpio", marks=pytest.mark.skipif(not HAS_MPIO
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 600)
+    monkeypatch.setattr(layout, "BLOCK_BYTES", 600)
 
 
 def contents(path: Path) -> dict[str, bytes]:

@@ -101,7 +101,7 @@ def test_cuts_at_blocks_do_not_change_a_bit(codec, case, cut, index):
 
 @every_codec
 @pytest.mark.parametrize("n", [0, 1, 5, 1000])
-def test_bytes_of_a_wrong_length_are_refused_and_nothing_is_written(codec, n):
+def test_bytes_of_a_wrong_length_are_rejected_and_nothing_is_written(codec, n):
     data = encoded(codec, torch.randn(n).to(codec.dtype))
     for wrong in (data[:-1], data[:4], data[:0], torch.cat([data, torch.zeros(16, dtype=torch.uint8)])):
         if wrong.numel() == data.numel():
@@ -150,7 +150,7 @@ def test_a_name_says_what_travels(codec):
     assert all(codec.encoded_bytes(k) <= codec.encoded_bytes(k + 1) for k in range(2 * codec.block))
 
 
-def test_what_is_no_codec_is_refused_with_what_would_be():
+def test_what_is_no_codec_is_rejected_with_what_would_be():
     with pytest.raises(ValueError, match="int8:256"):
         find_codec("int9")
     with pytest.raises(ValueError, match="int8:32 to int8:4096 in powers of two"):

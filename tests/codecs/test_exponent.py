@@ -64,7 +64,7 @@ def test_noise_does_not_grow(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_counts_are_held_against_the_planes(dtype):
-    """A record with one escape, or one far byte, more or less is refused, also where the body's length hides it."""
+    """A record with one escape, or one far byte, more or less is rejected, also where the body's length hides it."""
     codec, n = find_codec("exp", dtype), 1000
     values = gradient(dtype)[:n].clone()
     values[::50] *= 2.0**14 if dtype == torch.float16 else 2.0**40

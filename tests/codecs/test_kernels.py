@@ -74,7 +74,7 @@ def test_a_parent_in_which_others_rename_folders_is_not_used(parent):
 
 def test_a_file_a_missing_parent_and_a_full_disk_are_no_folder(parent, monkeypatch):
     folder = own_folder(parent)
-    monkeypatch.setattr(kernels, "ROOM_BYTES", 1 << 62)
+    monkeypatch.setattr(kernels, "LEAST_FREE_BYTES", 1 << 62)
     assert cache_folder() == ""
     monkeypatch.undo()
     monkeypatch.setenv("TMPDIR", str(parent))

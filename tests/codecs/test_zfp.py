@@ -170,7 +170,7 @@ def test_threads_and_cuts_change_nothing(rate, monkeypatch):
 
 
 @pytest.mark.parametrize("n", [0, 1, 64, 65])
-def test_wrong_lengths_are_refused(n):
+def test_wrong_lengths_are_rejected(n):
     codec = find_codec("zfp:8")
     data = torch.zeros(codec.encoded_bytes(n) + 8, dtype=torch.uint8)
     codec.decode(data[:-8], torch.empty(n))

@@ -8,7 +8,7 @@ import torch
 from hpcllm.codecs import Codec, find_codec
 from hpcllm.codecs.catalogue import KINDS
 from hpcllm.collectives import group_of
-from hpcllm.waiting import Waits
+from hpcllm.mpi.wait import Waits
 
 # where an array lies: in memory that the ranks of a node share, or not
 PLACES = ["anywhere", "shared", "shared, further in", "shared, each elsewhere", "shared on some ranks"]

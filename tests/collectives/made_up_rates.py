@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from hpcllm.collectives.cost import COSTS
-from hpcllm.collectives.rates import Coding, Link, Rates, Shape
-from hpcllm.collectives.tuning import Tuning
+from hpcllm.collectives.tuning import Coding, Link, Rates, Shape, Tuning
 
 
 def made_up(far_gb_s: float = 0.12, near_gb_s: float = 8.0, library_gb_s: float | None = None, **changes) -> Rates:

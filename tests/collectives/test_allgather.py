@@ -9,8 +9,7 @@ import torch
 
 from hpcllm.collectives import allgather, bruck, chunk_range, ring
 from hpcllm.collectives.operations import ALGORITHMS
-from hpcllm.collectives.packed import Packed
-from hpcllm.collectives.wire import Wire
+from hpcllm.collectives.wire import Packed, Wire
 
 CASES = [(name, codec, dtype) for name in ("ring", "bruck") for codec, dtype in laws.PAIRS]
 CASES += [(name, "raw", dtype) for name in ("native", "node_window") for dtype in laws.DTYPES]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from hpcllm.collectives import allreduce, group_of, rabenseifner, recursive_doubling, ring, two_step
+from hpcllm.collectives import allreduce, doubling, group_of, ring, two_step
 from hpcllm.collectives.operations import ALGORITHMS
 from hpcllm.errors import CollectiveError, StallError
-from hpcllm.waiting import Waits
+from hpcllm.mpi.wait import Waits
 
 OURS = ["ring", "two_step", "recursive_doubling", "rabenseifner"]
 BOUNDS = {"two_step": laws.two_step_bound, "native": laws.hop_bound}
@@ -24,8 +24,8 @@ def cut_short(monkeypatch):
     """Segments so short that a test's arrays have several."""
     monkeypatch.setattr(ring, "LANE_BYTES", 1 << 14)
     monkeypatch.setattr(two_step, "SEGMENT_VALUES", 500)
-    monkeypatch.setattr(recursive_doubling, "PIECE_VALUES", 1 << 13)
-    monkeypatch.setattr(rabenseifner, "ROUND_VALUES", 1 << 13)
+    monkeypatch.setattr(doubling, "DOUBLING_VALUES", 1 << 13)
+    monkeypatch.setattr(doubling, "HALVING_VALUES", 1 << 13)
 
 
 @pytest.mark.parallel([1, 2, 3, 4, 5])

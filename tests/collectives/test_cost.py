@@ -13,16 +13,16 @@ from made_up_rates import codings, made_up, rates, shapes, sizes
 
 from hpcllm.codecs.names import examples
 from hpcllm.collectives.cost import COSTS, bound_s, cost_s, message_cost_s
-from hpcllm.collectives.rates import VALUE_BITS, Link, Shape, nominal_ratio
+from hpcllm.collectives.tuning import VALUE_BITS, Link, Shape, nominal_ratio
 
 EVERY = [(operation, algorithm) for operation in COSTS for algorithm in COSTS[operation]]
 every = pytest.mark.parametrize(("operation", "algorithm"), EVERY)
 PURE = (
     "hpcllm.collectives.cost",
-    "hpcllm.collectives.rates",
     "hpcllm.collectives.tuning",
-    "hpcllm.collectives.choice",
-    "hpcllm.perf.tune",
+    "hpcllm.collectives.tuning",
+    "hpcllm.collectives.selection",
+    "hpcllm.perf.arguments",
 )
 
 

@@ -19,11 +19,11 @@ from hpcllm.collectives import (
     iallreduce,
     reduce_scatter,
 )
+from hpcllm.collectives.auto import plan
 from hpcllm.collectives.feedback import ErrorFeedback
 from hpcllm.collectives.group import Group, make_group
-from hpcllm.collectives.select import plan
 from hpcllm.collectives.worker import Worker
-from hpcllm.messages.memory import mpi_reads_devices
+from hpcllm.mpi.message_memory import mpi_reads_devices
 
 pytestmark = [pytest.mark.pretend, pytest.mark.usefixtures("device_messages")]
 
@@ -75,14 +75,14 @@ def test_kernels_of_devices_in_messages(comm, codec):
 
 @pytest.mark.parallel([3])
 def test_several_segments_and_lanes(comm, monkeypatch):
-    from hpcllm.collectives import broadcasts, bruck, pairwise, rabenseifner, recursive_doubling, ring, two_step
+    from hpcllm.collectives import broadcasts, bruck, doubling, pairwise, ring, two_step
 
     laws.limited(comm)
     monkeypatch.setattr(two_step, "SEGMENT_VALUES", 500)
     monkeypatch.setattr(two_step, "DEVICE_SEGMENT_VALUES", 700)
     monkeypatch.setattr(ring, "LANE_BYTES", 1 << 14)
-    monkeypatch.setattr(recursive_doubling, "PIECE_VALUES", 1 << 13)
-    monkeypatch.setattr(rabenseifner, "ROUND_VALUES", 1 << 13)
+    monkeypatch.setattr(doubling, "DOUBLING_VALUES", 1 << 13)
+    monkeypatch.setattr(doubling, "HALVING_VALUES", 1 << 13)
     monkeypatch.setattr(bruck, "ROUND_VALUES", 1 << 12)
     monkeypatch.setattr(pairwise, "SEGMENT_VALUES", 1 << 11)
     monkeypatch.setattr(broadcasts, "TREE_VALUES", 1 << 11)
@@ -159,7 +159,7 @@ def test_error_feedback(comm):
         here.allreduce(x)
         there.allreduce(y)
         assert torch.equal(y.cpu(), x)
-    assert torch.equal(there.surplus.cpu(), here.surplus)
+    assert torch.equal(there.residual.cpu(), here.residual)
 
 
 def add_one(x: torch.Tensor) -> None:

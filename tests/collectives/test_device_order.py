@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpcllm.collectives import ring, two_step
-from hpcllm.messages import buffers
-from hpcllm.messages.memory import DeviceMemory
-from hpcllm.waiting import Waits
+from hpcllm.mpi import buffers
+from hpcllm.mpi.message_memory import DeviceMemory
+from hpcllm.mpi.wait import Waits
 
 pytestmark = [pytest.mark.pretend, pytest.mark.usefixtures("device_messages")]
 Span = tuple[int, int]

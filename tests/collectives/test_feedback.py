@@ -7,11 +7,11 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hpcllm.chunks import chunk_range
 from hpcllm.codecs import find_codec
 from hpcllm.collectives.feedback import ErrorFeedback
 from hpcllm.collectives.group import make_group
 from hpcllm.collectives.operations import allreduce
+from hpcllm.mpi.partition import chunk_range
 
 CODECS = ["int4:32", "int8:256:sr", "bf16", "zfp:8"]
 LENGTHS = [0, 1, 100, 3000]
@@ -38,16 +38,16 @@ def test_what_was_delivered_and_not_asked_for_is_known(comm, name):
     for group in groups(comm):
         for n in LENGTHS:
             feedback = ErrorFeedback(n, group, find_codec(name))
-            asked, delivered, surplus = np.zeros(n), np.zeros(n), np.zeros(n)
+            asked, delivered, residual = np.zeros(n), np.zeros(n), np.zeros(n)
             for step in range(4):
                 x = gradient(n, step, comm.rank)
                 asked += comm.allreduce(x.double().numpy())
                 feedback.allreduce(x)
                 delivered += x.numpy()
                 assert len(set(comm.allgather(x.numpy().tobytes()))) == 1
-            surplus[feedback.lane] = feedback.surplus
+            residual[feedback.lane] = feedback.residual
             roundings = 2.0**-24 * 100 * (comm.size + 1)
-            assert np.all(np.abs(delivered - asked - comm.allreduce(surplus)) <= roundings)
+            assert np.all(np.abs(delivered - asked - comm.allreduce(residual)) <= roundings)
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
@@ -63,8 +63,8 @@ def test_a_chunk_that_was_delivered_and_not_asked_for_is_owed_by_the_others(comm
                 asked += comm.allreduce(x.double().numpy())
                 feedback.reduce_scatter(x, chunk)
                 delivered += chunk.numpy()
-                assert not feedback.surplus[own].any()
-            owed = comm.allreduce(feedback.surplus.double().numpy())[own]
+                assert not feedback.residual[own].any()
+            owed = comm.allreduce(feedback.residual.double().numpy())[own]
             assert np.all(np.abs(delivered - asked[own] - owed) <= 2.0**-24 * 100 * (comm.size + 1))
 
 
@@ -117,7 +117,7 @@ def test_a_value_that_is_no_number_is_passed_on_and_then_forgotten(comm):
             x[[0, 999]] = bad
         feedback.allreduce(x)
         assert not torch.isfinite(x[[0, 999]]).any()
-        assert comm.allreduce(int(torch.isfinite(feedback.surplus).all())) == comm.size
+        assert comm.allreduce(int(torch.isfinite(feedback.residual).all())) == comm.size
         x = gradient(1000, 1, comm.rank)
         feedback.allreduce(x)
         assert torch.all(torch.isfinite(x))

@@ -8,12 +8,12 @@ import torch
 from mpi4py import MPI
 
 from hpcllm.codecs import find_codec
-from hpcllm.collectives import allgather, allreduce, chunk_range, group_of, node_window, reduce_scatter, shared_zeros
+from hpcllm.collectives import allgather, allreduce, chunk_range, group_of, node, reduce_scatter, shared_zeros
 from hpcllm.collectives.group import make_group
-from hpcllm.collectives.node_parts import node_window_allgather, node_window_reduce_scatter
+from hpcllm.collectives.node_window import node_window_allgather, node_window_reduce_scatter
 from hpcllm.collectives.window import free_shared
 from hpcllm.errors import StallError
-from hpcllm.waiting import Waits
+from hpcllm.mpi.wait import Waits
 
 ROOM = 70_200
 
@@ -61,9 +61,9 @@ def test_every_part_is_on_every_rank_wherever_it_goes(comm, dtype, in_place):
 @pytest.mark.parametrize("dtype", laws.DTYPES, ids=str)
 @pytest.mark.parametrize("far", [False, True])
 def test_many_segments_between_cores_that_share_a_cache_or_none(comm, monkeypatch, dtype, far):
-    monkeypatch.setattr(node_window.Node, "_far", lambda *_: far)
-    monkeypatch.setattr(node_window, "SLOT_BYTES", 1024)
-    monkeypatch.setattr(node_window, "SMALL_BYTES", 64 * comm.size)
+    monkeypatch.setattr(node.Node, "_far", lambda *_: far)
+    monkeypatch.setattr(node, "SLOT_BYTES", 1024)
+    monkeypatch.setattr(node, "SMALL_BYTES", 64 * comm.size)
     own = laws.limited(comm.Dup())
     for n in (33, 257, 20_011, 3):
         x = laws.values(comm.rank, n, dtype)

@@ -12,13 +12,14 @@ import torch
 from mpi4py import MPI
 
 from hpcllm.codecs import find_codec
-from hpcllm.collectives import allreduce, group_of, node_window, shared_zeros
+from hpcllm.collectives import allreduce, group_of, node, shared_zeros
 from hpcllm.collectives.group import make_group
+from hpcllm.collectives.node import node_of, slices
 from hpcllm.collectives.node_kernels import KINDS, hand, sum_rows
-from hpcllm.collectives.node_window import node_of, node_window_allreduce, slices
+from hpcllm.collectives.node_window import node_window_allreduce
 from hpcllm.collectives.window import free_shared
 from hpcllm.errors import StallError
-from hpcllm.waiting import Waits
+from hpcllm.mpi.wait import Waits
 
 
 def rank_order_sum(addends: list[torch.Tensor]) -> torch.Tensor:
@@ -46,10 +47,10 @@ def test_the_sum_is_that_in_rank_order_wherever_the_array_is(comm, dtype):
 @pytest.mark.parametrize("dtype", laws.DTYPES, ids=str)
 @pytest.mark.parametrize("far", [False, True])
 def test_many_segments_between_cores_that_share_a_cache_or_none(comm, monkeypatch, dtype, far):
-    monkeypatch.setattr(node_window.Node, "_far", lambda *_: far)
-    monkeypatch.setattr(node_window, "SLOT_BYTES", 1024)
-    monkeypatch.setattr(node_window, "SMALL_BYTES", 64 * comm.size)
-    monkeypatch.setattr(node_window, "SLICE_VALUES", 1)
+    monkeypatch.setattr(node.Node, "_far", lambda *_: far)
+    monkeypatch.setattr(node, "SLOT_BYTES", 1024)
+    monkeypatch.setattr(node, "SMALL_BYTES", 64 * comm.size)
+    monkeypatch.setattr(node, "SLICE_VALUES", 1)
     own = comm.Dup()
     for n in (33, 257, 20_011, 3):
         addends = [laws.values(rank, n, dtype) for rank in range(comm.size)]
@@ -100,12 +101,12 @@ def test_bytes_are_handed_over_whole_from_any_place_to_any_other():
 
 @pytest.mark.parallel([2, 3, 5])
 def test_asking_how_far_the_cores_are_ends_though_a_rank_is_late_and_leaves_the_counters_in_step(comm):
-    node = node_of(group_of(laws.limited(comm)))
+    ours = node_of(group_of(laws.limited(comm)))
     for late in range(comm.size):
         if comm.rank == late:
             time.sleep(0.05)
-        assert node._hop_s() >= 0
-        assert comm.allreduce(node.hops, MPI.MAX) == node.hops
+        assert ours._hop_s() >= 0
+        assert comm.allreduce(ours.hops, MPI.MAX) == ours.hops
     x = torch.ones(100_000)
     allreduce(x, comm, algorithm="node_window")
     assert torch.all(x == comm.size)
@@ -174,9 +175,9 @@ def test_a_shared_array_is_shared_for_other_communicators_of_these_ranks_only(co
     x = shared_zeros(100_000, laws.limited(comm))
     same, reverse = comm.Dup(), comm.Split(0, -comm.rank)
     for other, resident in ((same, True), (reverse, False)):
-        node = node_of(group_of(laws.limited(other)))
+        ours = node_of(group_of(laws.limited(other)))
         x.fill_(comm.rank + 1)
-        assert (node.enter(x, node_window.SUM)[0] is not None) is resident
+        assert (ours.enter(x, node.SUM)[0] is not None) is resident
         allreduce(x, other, algorithm="node_window")
         assert x.eq(comm.size * (comm.size + 1) // 2).all()
         other.Free()
@@ -191,4 +192,4 @@ def test_slices_cover_everything_once(n, ranks):
         assert cuts[0] == 0
         assert cuts == sorted(cuts)
         assert cuts[owners:] == [n] * (ranks + 1 - owners)
-        assert max(np.diff(cuts)) <= -(-n // owners) + node_window.SLICE_VALUES
+        assert max(np.diff(cuts)) <= -(-n // owners) + node.SLICE_VALUES

@@ -20,7 +20,7 @@ from hpcllm.collectives import (
 )  # fmt: skip
 from hpcllm.collectives.worker import can_thread
 from hpcllm.errors import CollectiveError, StallError
-from hpcllm.waiting import Waits
+from hpcllm.mpi.wait import Waits
 
 
 @pytest.mark.parallel([1, 2, 3])

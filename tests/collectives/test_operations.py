@@ -11,7 +11,7 @@ from mpi4py import MPI
 from hpcllm.codecs import find_codec
 from hpcllm.collectives import allgather, allreduce, alltoall, broadcast, group_of, reduce_scatter
 from hpcllm.collectives.group import make_group
-from hpcllm.waiting import Waits
+from hpcllm.mpi.wait import Waits
 
 
 @pytest.mark.parallel([1, 2, 3])

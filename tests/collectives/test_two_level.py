@@ -8,11 +8,11 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hpcllm.collectives import allreduce, group_of, node_window, shared_zeros
+from hpcllm.collectives import allreduce, group_of, node, shared_zeros
 from hpcllm.collectives.group import make_group
 from hpcllm.collectives.two_level import peers_of
 from hpcllm.errors import StallError
-from hpcllm.waiting import Waits
+from hpcllm.mpi.wait import Waits
 
 WIDTHS = [2, 3]  # ranks on a node; the last node has what is left
 CODECS = [name for name in ("raw", "int8:256", "exp") if name.split(":")[0] in laws.KINDS]
@@ -57,8 +57,8 @@ def test_sum(comm, width, dtype):
 
 @pytest.mark.parallel([3, 4, 5])
 def test_many_segments(comm, monkeypatch):
-    monkeypatch.setattr(node_window, "SLOT_BYTES", 1024)
-    monkeypatch.setattr(node_window, "SLICE_VALUES", 1)
+    monkeypatch.setattr(node, "SLOT_BYTES", 1024)
+    monkeypatch.setattr(node, "SLICE_VALUES", 1)
     group = nodes_of(comm, 2)
     for n in (33, 20_011):
         addends = [laws.values(rank, n, torch.float32) for rank in range(comm.size)]

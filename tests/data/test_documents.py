@@ -11,9 +11,9 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hpcllm.data.documents import DAMAGED, NOT_UTF8, TOO_LARGE, Document, Problem, read_documents
+from hpcllm.data.dedup import digest, split_key
+from hpcllm.data.documents import DAMAGED, NOT_UTF8, TOO_LARGE, Document, Problem, normalise, read_documents
 from hpcllm.data.inputs import Unit, find_units, share
-from hpcllm.data.normal import digest, normalise, split_key
 from hpcllm.errors import DataError
 
 TEXTS = [f"line {i} " + "é" * (i % 50) + "." for i in range(400)]

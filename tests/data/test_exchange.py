@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 from pytest_mpi.parallel_assert import parallel_assert
 
-from hpcllm.data.census import place, take_census
+from hpcllm.data.dedup import assign_splits, digest, index_documents, split_key
 from hpcllm.data.documents import Document
-from hpcllm.data.exchange import first_occurrences, on_all
-from hpcllm.data.normal import digest, split_key
-from hpcllm.data.sample import SmallestKeys
-from hpcllm.data.spool import spool_tokens
-from hpcllm.data.tokenizer import Encoder, train
+from hpcllm.data.exchange import first_occurrences
+from hpcllm.data.store_writer import tokenize
+from hpcllm.data.tokenizer import Encoder, TokenizerSample, train
 from hpcllm.errors import CollectiveError, DataError
+from hpcllm.mpi.collective_errors import on_all
 
 
 def parts_of(items, comm, seed):
@@ -42,7 +41,7 @@ def test_the_sample_does_not_depend_on_the_ranks(comm, enough_bytes):
     texts = [f"{i} " + "x" * int(generator.integers(0, 60)) for i in generator.integers(0, 150, 300)]
     keys = [split_key(digest(text), 1) for text in texts]
     mine = parts_of(texts, comm, enough_bytes)
-    sample = SmallestKeys(enough_bytes)
+    sample = TokenizerSample(enough_bytes)
     for index, i in enumerate(mine):
         sample.offer(keys[i], index, texts[i])
     first = [i for i in range(len(texts)) if texts[i] not in texts[:i]]
@@ -71,10 +70,10 @@ def test_documents_that_change_between_the_passes_are_noticed(comm, tmp_path, se
     def documents(texts):
         return iter([Document(f"{i}.txt", text) for i, text in enumerate(texts)])
 
-    census = take_census(documents(["a", "b"]), 0, 0.5)
-    placement = place(census, 0.5, comm)
+    index = index_documents(documents(["a", "b"]), 0, 0.5)
+    assignment = assign_splits(index, 0.5, comm)
     encoder = Encoder(train(["a b"], 300))
-    spooled = spool_tokens(documents(["a", "b"]), census, placement, encoder, tmp_path, 0)
-    assert sum(spool.documents for spool in spooled.spools.values()) == 2
+    tokenized = tokenize(documents(["a", "b"]), index, assignment, encoder, tmp_path, 0)
+    assert sum(spill.documents for spill in tokenized.spills.values()) == 2
     with pytest.raises(DataError, match="changed while it was read"):
-        spool_tokens(documents(second), census, placement, encoder, tmp_path, 1)
+        tokenize(documents(second), index, assignment, encoder, tmp_path, 1)

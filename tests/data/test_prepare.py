@@ -125,7 +125,7 @@ def test_a_single_document_leaves_a_split_empty_and_says_so(comm, tmp_path):
 
 
 @pytest.mark.parallel([1, 2, 3])
-def test_user_mistakes_are_refused_by_all_ranks(comm, shared_path):
+def test_user_mistakes_are_rejected_by_all_ranks(comm, shared_path):
     if comm.rank == 0:
         (shared_path / "text.txt").write_text("hello")
         (shared_path / "foreign.h5").write_text("precious")

@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 from pytest_mpi.parallel_assert import parallel_assert
 
-from hpcllm.data import writer
-from hpcllm.data.spool import Spool
+from hpcllm.data import store_writer
 from hpcllm.data.store import SPLITS, TokenStore, is_store, token_dtype
+from hpcllm.data.store_writer import TokenSpill
 from hpcllm.errors import DataError
 
 
 def write_store(folder, output, vocabulary=300, documents=5):
     """A store straight from the writer: document i of a split has i + 1 tokens."""
-    spools = {}
+    spills = {}
     for split in SPLITS:
-        spools[split] = Spool(folder / split, token_dtype(vocabulary))
+        spills[split] = TokenSpill(folder / split, token_dtype(vocabulary))
         for i in range(documents):
-            spools[split].append(np.full(i + 1, (vocabulary - 1) * (i % 2), np.uint32))
-        spools[split].close()
-    contents = writer.Contents(
+            spills[split].append(np.full(i + 1, (vocabulary - 1) * (i % 2), np.uint32))
+        spills[split].close()
+    contents = store_writer.Contents(
         tokenizer_json="{}",
         token_bytes=np.ones(vocabulary, np.uint32),
         end_of_text=0,
@@ -30,14 +30,14 @@ def write_store(folder, output, vocabulary=300, documents=5):
         zstd19_bits_per_byte=2.0,
         fingerprint="00",
         documents=dict.fromkeys(SPLITS, documents),
-        tokens={split: spools[split].tokens for split in SPLITS},
+        tokens={split: spills[split].tokens for split in SPLITS},
         bytes=dict.fromkeys(SPLITS, 100),
     )
-    offsets = writer.create(folder / "aside", contents)
+    offsets = store_writer.create(folder / "aside", contents)
     for split in SPLITS:
-        writer.Slabs(split, 0, 0, spools[split]).write(folder / "aside", offsets)
+        spills[split].write(folder / "aside", split, offsets, 0, 0)
         (folder / split).unlink()
-    writer.finish(folder / "aside", output)
+    store_writer.finish(folder / "aside", output)
 
 
 @pytest.mark.parametrize("vocabulary", [300, 2**16, 2**16 + 1])
@@ -87,7 +87,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_hostile_stores_are_refused_by_name(tmp_path, kind):
+def test_hostile_stores_are_rejected_by_name(tmp_path, kind):
     path = tmp_path / "store.h5"
     write_store(tmp_path, path)
     assert TokenStore.open(path).vocabulary == 300
@@ -97,7 +97,7 @@ def test_hostile_stores_are_refused_by_name(tmp_path, kind):
         TokenStore.open(path)
 
 
-def test_compressed_tokens_are_refused(tmp_path):
+def test_compressed_tokens_are_rejected(tmp_path):
     path = tmp_path / "store.h5"
     write_store(tmp_path, path)
     with h5py.File(path, "r+") as file:
@@ -107,7 +107,7 @@ def test_compressed_tokens_are_refused(tmp_path):
         TokenStore.open(path)
 
 
-def test_a_file_cut_anywhere_is_refused(tmp_path):
+def test_a_file_cut_anywhere_is_rejected(tmp_path):
     path = tmp_path / "store.h5"
     write_store(tmp_path, path)
     whole = path.read_bytes()
@@ -117,7 +117,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
             TokenStore.open(path)
 
 
-def test_other_files_are_refused(tmp_path):
+def test_other_files_are_rejected(tmp_path):
     (tmp_path / "text.txt").write_text("hello")
     for path in (tmp_path / "text.txt", tmp_path / "missing.h5", tmp_path):
         assert not is_store(path)

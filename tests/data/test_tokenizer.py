@@ -39,7 +39,7 @@ def test_training_gives_the_same_bits_in_any_order():
 
 
 @pytest.mark.parametrize("vocabulary", [257, 300])
-def test_the_vocabulary_is_at_most_what_was_asked(vocabulary):
+def test_the_vocabulary_is_at_most_what_was_requested(vocabulary):
     assert bpe.Encoder(bpe.train(TEXTS, vocabulary)).vocabulary == vocabulary
     assert bpe.Encoder(bpe.train([], vocabulary)).vocabulary == 257
 
@@ -63,7 +63,7 @@ def test_a_tokenizer_without_end_of_text_gets_one(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["prefix space", "words", "metaspace", "lower case"])
-def test_what_is_not_lossless_is_refused(tmp_path, kind):
+def test_what_is_not_lossless_is_rejected(tmp_path, kind):
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE(unk_token=None))
@@ -120,6 +120,6 @@ def test_tokens_of_llama_2_stand_for_their_bytes():
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"model": {"type": "BPE"}}'])
-def test_what_is_no_tokenizer_is_refused(text):
+def test_what_is_no_tokenizer_is_rejected(text):
     with pytest.raises(DataError, match="tokenizer cannot be read"):
         bpe.Encoder(text)

@@ -18,9 +18,8 @@ from pathlib import Path
 import torch
 
 from hpcllm.codecs import Codec, find_codec
-from hpcllm.codecs.gpu.binaries import Program
-from hpcllm.codecs.gpu.catalogue import twin_of
-from hpcllm.codecs.gpu.launch import LANES, THREADS, WORD, blocks_of
+from hpcllm.codecs.catalogue import device_codec
+from hpcllm.codecs.gpu.launch import LANES, THREADS, WORD, Program, blocks_of
 
 HEADER = Path(__file__).parent / "emulator.h"
 # -fno-strict-aliasing: bytes are looked at as words, which the compilers of devices allow
@@ -51,7 +50,7 @@ EMULATOR = Emulator()
 
 def emulated(name: str, dtype: torch.dtype) -> Codec:
     """The codec with kernels, for CPU tensors and for those of "pretend"."""
-    return twin_of(find_codec(name, dtype), EMULATOR, "emulated")
+    return device_codec(find_codec(name, dtype), EMULATOR, "emulated")
 
 
 def _word(argument: torch.Tensor | int) -> int:
@@ -83,5 +82,5 @@ def _compile(command: list[str], text: str, target: Path) -> None:
     aside = target.with_suffix(".tmp")
     done = subprocess.run([*command, "-o", str(aside)], input=text, capture_output=True, text=True, timeout=100)
     if done.returncode:
-        raise AssertionError(f"g++ refused {target.name}:\n{done.stderr[:4000]}")
+        raise AssertionError(f"g++ rejected {target.name}:\n{done.stderr[:4000]}")
     aside.rename(target)

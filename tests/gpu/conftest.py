@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcllm.device import choose, why_none
+from hpcllm.system.device import choose_device, no_device_reason
 
 REAL = ("cuda", "xpu")  # ROCm calls itself cuda
 
@@ -19,10 +19,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {why_none(os.environ)}"))
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {no_device_reason(os.environ)}"))
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """One device for all ranks, however many there are."""
-    return choose("gpu")
+    return choose_device("gpu")

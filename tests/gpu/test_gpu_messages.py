@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hpcllm.collectives import allgather, allreduce, iallreduce, reduce_scatter
-from hpcllm.messages.gpu_aware import gpu_aware
-from hpcllm.messages.memory import let_mpi_read_devices, mpi_reads_devices
+from hpcllm.mpi.gpu_aware import gpu_aware
+from hpcllm.mpi.message_memory import let_mpi_read_devices, mpi_reads_devices
 
 VALUES = (1 << 22) + 5
 SIDE = 4096  # of the matrices: some milliseconds a product

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcllm.assemble import assemble
 from hpcllm.model.initialisation import allocate, build, initialise
+from hpcllm.training.setup import open_run
 from tests import small_runs
 from tests.model.variants import VARIANTS, whole
 
@@ -72,8 +72,8 @@ def test_plain_attention_runs_in_a_fused_kernel(comm, device):
     fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
     model = {"hidden": 128, "heads": 2, "kv_heads": 1, "ffn": 176}
     with (
-        assemble(small_runs.tiny(model=model, precision={"compute": "bf16"}), comm) as parts,
+        open_run(small_runs.tiny(model=model, precision={"compute": "bf16"}), comm) as run,
         sdpa_kernel(fused),
     ):
-        assert parts.device == device
-        small_runs.run_steps(parts, 1)
+        assert run.device == device
+        small_runs.run_steps(run, 1)

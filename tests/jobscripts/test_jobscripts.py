@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcllm import machines
+from hpcllm.config import machines
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ROOT / "jobscripts"
-MACHINE_OF = {  # of each folder, the file in hpcllm/machines
+MACHINE_OF = {  # of each folder, the file in hpcllm/config/machines
     "frontier": "frontier",
     "lumi": "lumi-g",
     "perlmutter": "perlmutter",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from hpcllm.config import ModelConfig
+from hpcllm.config.schema import ModelConfig
 from hpcllm.model.initialisation import allocate
 from hpcllm.model.loss import cross_entropy_sum
 from hpcllm.model.shapes import parameter_shapes

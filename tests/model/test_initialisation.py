@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcllm.config import ModelConfig
+from hpcllm.config.schema import ModelConfig
 from hpcllm.model import initialisation
 from hpcllm.model.initialisation import build, normal_slab
-from hpcllm.model.shapes import split_layers
-from hpcllm.model.shards import shard_of
+from hpcllm.model.shapes import shard_of, split_layers
 from hpcllm.model.tensor_parallel import TensorParallel
 from tests.model.variants import VARIANTS, whole
 

@@ -7,13 +7,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hpcllm.model.initialisation import build
-from hpcllm.model.linear import DeferredGradients, Linear, Pass, columns
+from hpcllm.model.linear import DeferredGradients, Linear, PassOptions, columns
 from hpcllm.model.loss import cross_entropy_sum
 from tests.model.variants import VARIANTS, random_tokens, whole
 
 
 def linear(x: torch.Tensor, layer: Linear, later: DeferredGradients | None) -> torch.Tensor:
-    (y,) = columns(x, [layer.weights], Pass(later=later))
+    (y,) = columns(x, [layer.weights], PassOptions(deferred=later))
     return y
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from hpcllm.config import PRESETS, from_tables, preset_names
+from hpcllm.config.schema import PRESETS, from_tables, preset_names
 from hpcllm.model.shapes import parameter_count
 
 # name -> (published, relative tolerance). Counts of published weights are exact; GPT-3's weights are not published,

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from hpcllm.config import ModelConfig
+from hpcllm.config.schema import ModelConfig
 from hpcllm.model.initialisation import build
 from hpcllm.model.linear import DeferredGradients
 from hpcllm.model.loss import IGNORED
@@ -156,19 +156,19 @@ def test_units_are_entered_and_left_once_outside_of_what_is_made_again(recompute
         def __init__(self) -> None:
             self.notes: list[tuple[str, str]] = []
 
-        def enter(self, unit, x):
-            self.notes.append(("enter", unit))
+        def before_unit(self, unit, x):
+            self.notes.append(("before", unit))
             return x
 
-        def leave(self, unit, x):
-            self.notes.append(("leave", unit))
+        def after_unit(self, unit, x):
+            self.notes.append(("after", unit))
             return x
 
     decoder = decoder_of(VARIANTS["llama"], recompute)
-    decoder.presence = noted = Noted()
+    decoder.unshard_hooks = noted = Noted()
     backward(decoder)
-    blocks = [(what, f"blocks.{i}") for i in range(decoder.model.layers) for what in ("enter", "leave")]
-    assert noted.notes == [("enter", "ends"), *blocks, ("enter", "ends")]
+    blocks = [(what, f"blocks.{i}") for i in range(decoder.model.layers) for what in ("before", "after")]
+    assert noted.notes == [("before", "ends"), *blocks, ("before", "ends")]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

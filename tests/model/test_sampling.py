@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hpcllm.errors import UserError
-from hpcllm.model.cache import KeyValueCache
+from hpcllm.model.attention import KeyValueCache
 from hpcllm.model.initialisation import build
-from hpcllm.model.sampling import Drawing, alone, check_prompt, check_settings, generate
+from hpcllm.model.sampling import TokenSampler, check_prompt, check_settings, generate, local_next_token
 from tests.model.variants import VARIANTS, random_tokens, whole
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -24,14 +24,14 @@ def decoder(request):
     return model
 
 
-def drawing(decoder, temperature, top_k=0, seed=0) -> Drawing:
-    return Drawing(temperature, top_k, decoder.model.vocabulary, torch.Generator().manual_seed(seed))
+def drawing(decoder, temperature, top_k=0, seed=0) -> TokenSampler:
+    return TokenSampler(temperature, top_k, decoder.model.vocabulary, torch.Generator().manual_seed(seed))
 
 
 def sample(decoder, new_tokens=30, temperature=1.0, top_k=0, seed=0, stop=None, prompt=PROMPT):
     check_settings(new_tokens, temperature, top_k)
     check_prompt(prompt, decoder.model.vocabulary)
-    next_token = alone(decoder, drawing(decoder, temperature, top_k, seed), len(prompt) + new_tokens)
+    next_token = local_next_token(decoder, drawing(decoder, temperature, top_k, seed), len(prompt) + new_tokens)
     return list(generate(next_token, prompt, new_tokens, decoder.model.max_sequence, stop))
 
 
@@ -127,7 +127,7 @@ def test_frequencies_are_those_of_the_tempered_softmax(temperature, top_k):
     if top_k:
         scaled = scaled.masked_fill(scaled < scaled.topk(min(top_k, 5)).values[-1], float("-inf"))
     want = scaled.softmax(-1)
-    drawn, n = Drawing(temperature, top_k, 5, torch.Generator().manual_seed(0)), 4000
+    drawn, n = TokenSampler(temperature, top_k, 5, torch.Generator().manual_seed(0)), 4000
     counts = torch.bincount(torch.tensor([drawn.token(logits) for _ in range(n)]), minlength=5)
     assert ((counts / n - want).abs() <= 5 * (want * (1 - want) / n).sqrt()).all()
 

@@ -8,7 +8,7 @@ import math
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from hpcllm.config import ModelConfig
+from hpcllm.config.schema import ModelConfig
 from hpcllm.model.initialisation import allocate, build
 from hpcllm.model.loss import cross_entropy_sum
 from hpcllm.model.shapes import flops_per_token, head_in_blocks, parameter_count, parameter_shapes, split_layers

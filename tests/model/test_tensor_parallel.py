@@ -11,16 +11,16 @@ from mpi4py import MPI
 
 from hpcllm import collectives
 from hpcllm.collectives import group_of
-from hpcllm.config import ModelConfig
+from hpcllm.config.schema import ModelConfig
 from hpcllm.model import tensor_parallel
-from hpcllm.model.cache import KeyValueCache
+from hpcllm.model.attention import KeyValueCache
 from hpcllm.model.initialisation import build
 from hpcllm.model.linear import DeferredGradients
 from hpcllm.model.loss import IGNORED, cross_entropy_sum
-from hpcllm.model.shards import shard_of, split_dim
-from hpcllm.model.tensor_parallel import TensorParallel, summed_over_tp
+from hpcllm.model.shapes import shard_of, split_dim
+from hpcllm.model.tensor_parallel import TensorParallel, has_partial_gradient
 from hpcllm.model.transformer import Decoder
-from hpcllm.waiting import Waits
+from hpcllm.mpi.wait import Waits
 from tests.model.variants import VARIANTS, random_tokens, stirred, whole
 
 BATCH, LENGTH, SCALE = 2, 12, 0.25
@@ -97,7 +97,7 @@ def backward(decoder: Decoder, split: bool) -> torch.Tensor:
 
 def gradient(comm, name: str, weight: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     found = weight.grad.float()
-    if summed_over_tp(name, tp):
+    if has_partial_gradient(name, tp):
         comm.Allreduce(MPI.IN_PLACE, found.numpy())
     return found
 
@@ -126,7 +126,7 @@ def test_loss_and_gradients_are_those_of_one_rank_however_they_are_made(comm, na
         whole_gradients = {
             key: weight.grad.numpy().tobytes()
             for key, weight in decoder.named_parameters()
-            if split_dim(key) is None and not summed_over_tp(key, decoder.tp)
+            if split_dim(key) is None and not has_partial_gradient(key, decoder.tp)
         }
         assert comm.allgather(whole_gradients) == [whole_gradients] * comm.size
 

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from hpcllm.model.attention import apply_rotary, rotary_table
 from hpcllm.model.initialisation import allocate, build
 from hpcllm.model.loss import cross_entropy_sum
-from hpcllm.model.rotary import rotary_table, turn
 from hpcllm.model.shapes import parameter_shapes, split_layers
 from hpcllm.model.transformer import Decoder
 from tests.model.variants import VARIANTS, random_tokens, stirred, whole
@@ -73,7 +73,7 @@ def test_attention_is_softmax_of_scores_written_out(model):
     x = torch.randn(2, 9, model.hidden, generator=torch.Generator().manual_seed(0))
     q, k, v = (part(x).view(2, 9, -1, model.head_dim) for part in (attention.query, attention.key, attention.value))
     if table is not None:
-        q, k = turn(q, table[:, :9]), turn(k, table[:, :9])
+        q, k = apply_rotary(q, table[:, :9]), apply_rotary(k, table[:, :9])
     repeat = model.heads // model.key_value_heads
     k, v = k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2)
     scores = torch.einsum("bthk,bshk->bhts", q, k) / model.head_dim**0.5
@@ -88,7 +88,7 @@ def test_rotary_scores_depend_on_distance_only_and_keep_length(model):
     table = rotary_table(model)
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(model.head_dim, generator=generator).expand(1, 200, 1, -1) for _ in "qk")
-    turned_q, turned_k = turn(q, table)[0, :, 0].double(), turn(k, table)[0, :, 0].double()
+    turned_q, turned_k = apply_rotary(q, table)[0, :, 0].double(), apply_rotary(k, table)[0, :, 0].double()
     torch.testing.assert_close(turned_q.norm(dim=-1), q[0, :, 0].double().norm(dim=-1), rtol=1e-6, atol=0)
     for distance in (0, 1, 5, 150):
         scores = (turned_q[distance:] * turned_k[: 200 - distance]).sum(-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hpcllm.config import ModelConfig
+from hpcllm.config.schema import ModelConfig
 from hpcllm.model.shapes import StageSpan
 from hpcllm.model.transformer import Decoder
 

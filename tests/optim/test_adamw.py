@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from hpcllm.collectives import chunk_range
-from hpcllm.config import OptimizerConfig
+from hpcllm.config.schema import OptimizerConfig
 from hpcllm.model.initialisation import build
 from hpcllm.optim.adamw import Share, make_share
-from hpcllm.optim.flat import Flat, Traits
-from hpcllm.optim.pieces import EXP_AVG, EXP_AVG_SQ, MASTER, MODEL, Range, ranges
-from hpcllm.optim.sections import Section
+from hpcllm.optim.flat_buffers import EXP_AVG, EXP_AVG_SQ, MASTER, MODEL, FlatBuffer, Range, Traits
+from hpcllm.optim.shard_spec import ShardSpec
 from tests.model.variants import VARIANTS, random_tokens, whole
 
 CONFIG = OptimizerConfig(learning_rate=1e-2, weight_decay=0.2, beta1=0.8, beta2=0.9, epsilon=1e-6)
@@ -23,7 +22,7 @@ class Cut:
     def __init__(self, decoder, parts: int = 1, keeps_master: bool = False) -> None:
         self.parameters = dict(decoder.named_parameters())
         sizes = tuple(p.numel() for p in self.parameters.values())
-        flat = Flat(tuple(self.parameters), sizes, Traits(exact=False))
+        flat = FlatBuffer(tuple(self.parameters), sizes, Traits(exact=False))
         self.weights = torch.cat([p.detach().flatten() for p in self.parameters.values()])
         self.gradients = torch.zeros(flat.size)
         for (name, p), view in zip(self.parameters.items(), self.weights.split(list(sizes)), strict=True):
@@ -33,9 +32,9 @@ class Cut:
         self.shares: list[Share] = []
         for owner in range(parts):
             start, end = chunk_range(flat.size, parts, owner)
-            section = Section(flat, parts > 1, start, end, None, True, 1)
+            spec = ShardSpec(flat, parts > 1, start, end, None, True, 1)
             share = make_share(
-                section, self.values, self.gradients[start:end], keeps_master, matrices.__contains__, CONFIG
+                spec, self.values, self.gradients[start:end], keeps_master, matrices.__contains__, CONFIG
             )
             self.shares.append(share)
 
@@ -52,7 +51,7 @@ class Cut:
         for share in self.shares:
             share.update(CONFIG.learning_rate / (1 + number), divisor)
             if share.master is not None:
-                self.weights[share.section.start : share.section.end] = share.master
+                self.weights[share.spec.start : share.spec.end] = share.master
         return {name: p.grad.double() for name, p in self.parameters.items()}
 
 
@@ -113,8 +112,8 @@ def test_pieces_taken_out_and_put_back_go_on_to_the_bit(parts, keeps_master):
     for number in range(3):
         first.step(straight, number)
     for mine, theirs in zip(second.shares, first.shares, strict=True):
-        section = mine.section
-        pieces = zip(mine.pieces(section.start, section.end), theirs.pieces(section.start, section.end), strict=True)
+        spec = mine.spec
+        pieces = zip(mine.pieces(spec.start, spec.end), theirs.pieces(spec.start, spec.end), strict=True)
         for empty, full in pieces:
             assert (empty.kind, empty.name, empty.start, empty.end) == (full.kind, full.name, full.start, full.end)
             empty.values.copy_(full.values)
@@ -131,7 +130,7 @@ def test_pieces_of_all_owners_have_every_element_once(parts):
     seen = {(kind, name): torch.zeros(p.numel(), dtype=torch.int64) for kind in (MODEL, MASTER, EXP_AVG, EXP_AVG_SQ)
             for name, p in cut.parameters.items()}  # fmt: skip
     for share in cut.shares:
-        for piece in share.pieces(share.section.start, share.section.end):
+        for piece in share.pieces(share.spec.start, share.spec.end):
             assert piece.values.numel() == piece.end - piece.start > 0
             seen[piece.kind, piece.name][piece.start : piece.end] += 1
             if piece.kind == MODEL:
@@ -144,6 +143,6 @@ def test_pieces_of_all_owners_have_every_element_once(parts):
 def test_ranges_are_the_stretch_in_order(start, end):
     names, sizes = ("a", "b", "c"), (4, 1, 7)
     elements = [(name, i) for name, size in zip(names, sizes, strict=True) for i in range(size)]
-    found = list(ranges(names, sizes, start, end))
+    found = list(FlatBuffer(names, sizes, Traits(exact=False)).ranges(start, end))
     assert [(r.name, i) for r in found for i in range(r.start, r.end)] == elements[start:end]
     assert all(elements[r.place] == (r.name, r.start) for r in found)

@@ -16,15 +16,15 @@ from mpi4py import MPI
 from hpcllm.codecs import find_codec
 from hpcllm.collectives import group_of, shared_zeros
 from hpcllm.collectives.worker import Worker
-from hpcllm.config import MeshConfig, ModelConfig
-from hpcllm.mesh import open_mesh
+from hpcllm.config.policies import is_exact
+from hpcllm.config.schema import MeshConfig, ModelConfig
 from hpcllm.model.initialisation import build
 from hpcllm.model.loss import cross_entropy_sum
 from hpcllm.model.shapes import split_layers
+from hpcllm.mpi.mesh import open_mesh
 from hpcllm.optim.buckets import GradientBuckets, make_buckets
-from hpcllm.optim.sections import BucketPlan, Groups, make_sections
-from hpcllm.optim.summation import Summation
-from hpcllm.policy import is_exact
+from hpcllm.optim.gradient_reduce import GradientReduce
+from hpcllm.optim.shard_spec import BucketPlan, Groups, make_shard_specs
 
 MODEL = ModelConfig(layers=4, hidden=24, heads=3, ffn=40, vocabulary=61, max_sequence=12, tied=True)
 SIZES_BYTES = [1, 4096, 20_000, 1e9]  # a bucket a parameter, some parameters each, one bucket
@@ -43,7 +43,7 @@ class Listed(Worker):
 
 
 def names_of(bucket) -> list[str]:
-    return list(bucket.section.flat.names)
+    return list(bucket.spec.buffer.names)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def buckets_of(
     groups, parameters = Groups(group_of(mesh.dp), group_of(mesh.ends)), dict(model.named_parameters())
     counts = dict.fromkeys(parameters, additions)
     memory = memory or (lambda n: shared_zeros(n, groups.replicas))
-    return make_buckets(make_sections(parameters, counts, shared, plan, groups), parameters, Worker(), memory)
+    return make_buckets(make_shard_specs(parameters, counts, shared, plan, groups), parameters, Worker(), memory)
 
 
 def loss_of(model, replica: int, microbatch: int) -> torch.Tensor:
@@ -181,7 +181,7 @@ def test_every_parameter_is_in_one_bucket_of_its_kind_and_its_gradient_is_a_view
     for bucket in buckets:
         names = names_of(bucket)
         assert len({is_exact(name, exact) for name in names}) == 1
-        assert bucket.section.summation.codec_name == ("raw" if is_exact(names[0], exact) else "int8:256")
+        assert bucket.spec.reduce.codec_name == ("raw" if is_exact(names[0], exact) else "int8:256")
         assert names == sorted(names, key=backward.index)
         bucket.gradients.copy_(torch.arange(bucket.gradients.numel()))
         assert torch.equal(torch.cat([parameters[name].grad.flatten() for name in names]), bucket.gradients)
@@ -204,7 +204,7 @@ def test_buckets_are_submitted_in_one_order_and_not_too_early_in_whatever_order_
         buckets.begin(step, exact=False)
         left.update(coming)
         chance.shuffle(coming)
-        with mock.patch.object(Summation, "is_alone", alone):
+        with mock.patch.object(GradientReduce, "is_alone", alone):
             for name in coming:
                 left[name] -= 1
                 buckets.added(parameters[name])

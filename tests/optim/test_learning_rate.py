@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcllm.config import OptimizerConfig
-from hpcllm.optim.learning_rate import learning_rate
+from hpcllm.config.schema import OptimizerConfig
+from hpcllm.optim.adamw import learning_rate
 
 
 @st.composite

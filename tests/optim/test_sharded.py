@@ -13,14 +13,14 @@ import torch
 from mpi4py import MPI
 
 from hpcllm.collectives import chunk_range
-from hpcllm.config import Config
+from hpcllm.config.schema import Config
 from hpcllm.errors import ConfigError
-from hpcllm.job import StopSignals
-from hpcllm.metrics import TRAFFIC
-from hpcllm.model.presence import ENDS, unit_of
-from hpcllm.optim.pieces import EXP_AVG, EXP_AVG_SQ, MASTER, MODEL, Piece
-from hpcllm.optim.units import UnitWeights
-from hpcllm.train import train
+from hpcllm.model.unshard_hooks import ENDS, unit_of
+from hpcllm.optim.flat_buffers import EXP_AVG, EXP_AVG_SQ, MASTER, MODEL, Piece
+from hpcllm.optim.zero3 import Zero3Weights
+from hpcllm.system.job import StopSignals
+from hpcllm.training.log import TRAFFIC
+from hpcllm.training.loop import train
 from tests.small_runs import losses, run_steps, tiny
 
 SHARDED = ["states", "states+gradients", "all"]
@@ -81,7 +81,7 @@ def test_several_chunks_a_rank_change_nothing(comm, shard, schedule):
 @pytest.mark.parallel([2, 3])
 @pytest.mark.parametrize("shard", LEVELS)
 def test_ragged_sizes_and_shares_without_a_value(comm, shard):
-    """Each parameter is a section of its own, and one replica of three has no value of a norm of two channels."""
+    """Each parameter is a flat buffer of its own, and one replica of three has no value of a norm of two channels."""
     model = {"layers": 2, "hidden": 2, "heads": 1, "kv_heads": 1, "ffn": 3, "max_sequence": 16, "tied": False}
     few = {"model": model, "communication": {"bucket_mib": 1e-6}, "run": {"name": "r", "steps": FEW}}
     want = alone(**few)
@@ -95,9 +95,9 @@ def everything(parts) -> list[bytes]:
     """The whole model, as this rank has it."""
     parts.optimizer.settle()
     weights = parts.optimizer.weights
-    if isinstance(weights, UnitWeights):
+    if isinstance(weights, Zero3Weights):
         for unit in sorted({unit_of(name) for name in parts.parameters}):
-            weights.bring(unit)
+            weights.gather(unit)
         weights.settle()
     return bits(parts.parameters.values())
 
@@ -196,9 +196,9 @@ def test_memory_is_what_the_level_says(comm, shard, compute):
     def check(parts) -> None:
         n, width, ranks = sum(p.numel() for p in parts.parameters.values()), 2 if compute == "bf16" else 4, comm.size
         share = {level: n if level == "none" else n / ranks for level in LEVELS}[shard]
-        if isinstance(parts.optimizer.weights, UnitWeights):
+        if isinstance(parts.optimizer.weights, Zero3Weights):
             for unit in sorted({unit_of(name) for name in parts.parameters}):
-                parts.optimizer.weights.let_go(unit)
+                parts.optimizer.weights.free(unit)
         found = held(parts)
         assert found["states"] == pytest.approx(8 * share, rel=0.01)
         assert found["master"] == pytest.approx(4 * share if compute == "bf16" else 0, rel=0.01)
@@ -216,19 +216,19 @@ def test_units_come_and_go(comm, recompute, monkeypatch):
     """Besides the ends at most four of six blocks are here at once, each is gathered as often as it was let go."""
     model = {"layers": 6, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn": 24, "max_sequence": 16}
     most, came = [], Counter()
-    bring = UnitWeights.bring
+    gather = Zero3Weights.gather
 
     def counted(self, unit):
-        came[unit] += unit not in self._here
-        bring(self, unit)
-        most.append(sum(other != ENDS for other in self._here))
+        came[unit] += unit not in self._gathered
+        gather(self, unit)
+        most.append(sum(other != ENDS for other in self._gathered))
 
-    monkeypatch.setattr(UnitWeights, "bring", counted)
+    monkeypatch.setattr(Zero3Weights, "gather", counted)
     pipeline = {"microbatches": 2, "recompute": recompute}
     config = tiny(model=model, optimizer=optimizer("all"), pipeline=pipeline, run={"name": "r", "steps": 1})
 
     def check(parts) -> None:
-        assert set(parts.optimizer.weights._here) == set()  # after the update all of it is old
+        assert set(parts.optimizer.weights._gathered) == set()  # after the update all of it is old
         assert max(most) <= 3
         assert came[ENDS] == 1
         # forward and backward of two microbatches; first and last are at a turn each time
@@ -307,7 +307,7 @@ def test_what_parameters_take_on_the_wire_is_counted(comm, shard):
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_by_name(tables, message):
-    from hpcllm.config import from_tables
+    from hpcllm.config.schema import from_tables
 
     with pytest.raises(ConfigError, match=message):
         from_tables(tables)

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcllm.errors import ConfigError
-from hpcllm.perf import arguments
 from hpcllm.perf.arguments import Options, add_collective_arguments, options_of, parse_size, parse_sizes
-from hpcllm.perf.table import size_text
+from hpcllm.perf.records import size_text
 
 
 def options(*words: str) -> Options:
@@ -43,14 +42,14 @@ def test_a_range_doubles_from_its_first_to_its_last(first, more):
     first, last = 4 * first, 4 * first + 4 * more
     sizes = parse_sizes(f"{first}:{last}", 4)
     assert (sizes[0], sizes[-1]) == (first, last)
-    assert sizes == sorted(set(sizes))
+    assert list(sizes) == sorted(set(sizes))
     assert all(b == 2 * a for a, b in pairwise(sizes[:-1]))
     assert last <= 2 * (sizes[-2] if len(sizes) > 1 else first)
 
 
 @given(st.lists(st.integers(1, 1 << 30), min_size=1, max_size=9))
 def test_a_list_is_sorted_and_each_size_comes_once(numbers):
-    assert parse_sizes(",".join(str(2 * n) for n in numbers), 2) == sorted({2 * n for n in numbers})
+    assert parse_sizes(",".join(str(2 * n) for n in numbers), 2) == tuple(sorted({2 * n for n in numbers}))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +98,7 @@ def test_a_mistake_is_named_with_what_would_be_valid(words, said):
 def test_without_matplotlib_a_picture_is_refused_before_the_work(monkeypatch):
     found = importlib.util.find_spec
     hide = lambda name: None if name == "matplotlib" else found(name)  # noqa: E731
-    monkeypatch.setattr(arguments.importlib.util, "find_spec", hide)
+    monkeypatch.setattr(importlib.util, "find_spec", hide)
     with pytest.raises(ConfigError, match=r"pip install 'hpcllm\[plot\]'"):
         options("--plot", "x.png")
 

@@ -16,8 +16,7 @@ from hpcllm.errors import ConfigError
 from hpcllm.perf import codec, collective, p2p
 from hpcllm.perf.arguments import Options
 from hpcllm.perf.arrays import Arrays
-from hpcllm.perf.limits import bus_factor
-from hpcllm.perf.records import read_json
+from hpcllm.perf.records import bus_factor, read_json
 from hpcllm.perf.values import pattern, unroll
 
 OPERATIONS = ["allreduce", "reduce_scatter", "allgather", "alltoall", "broadcast"]

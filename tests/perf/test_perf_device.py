@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from hpcllm.errors import ConfigError
-from hpcllm.messages.memory import let_mpi_read_devices
+from hpcllm.mpi.message_memory import let_mpi_read_devices
 from hpcllm.perf import codec, collective, p2p
 from hpcllm.perf.arguments import Options
 from hpcllm.perf.records import read_json

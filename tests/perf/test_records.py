@@ -9,9 +9,19 @@ import re
 import pytest
 
 from hpcllm.errors import ConfigError, DataError
-from hpcllm.perf import table
 from hpcllm.perf.picture import draw
-from hpcllm.perf.records import Record, finite, read_json, to_json, write_json
+from hpcllm.perf.records import (
+    TRANSFER,
+    Record,
+    finite,
+    markdown,
+    read_json,
+    seconds_text,
+    table_head,
+    table_row,
+    to_json,
+    write_json,
+)
 
 PROMISED = {
     *("operation", "algorithm", "codec", "dtype", "ranks", "nodes", "bytes", "median_s", "min_s", "max_s"),
@@ -83,8 +93,8 @@ def test_what_is_not_finite_is_null():
 
 
 def test_columns_do_not_move_as_rows_come():
-    lines = [table.head(table.TRANSFER), *(table.row(row) for row in several())]
-    lines.append(table.row(record(median_s=12.34, bytes=3, rel_error=None, algbw_gb_s=123.4, ratio=31.25)))
+    lines = [table_head(TRANSFER), *(table_row(row) for row in several())]
+    lines.append(table_row(record(median_s=12.34, bytes=3, rel_error=None, algbw_gb_s=123.4, ratio=31.25)))
     places = {line.index(line.split()[1]) for line in lines}  # where the algorithm begins
     assert len(places) == 1
     end = lines[0].index("min") + 3
@@ -96,12 +106,12 @@ def test_columns_do_not_move_as_rows_come():
     [(1.234e-7, "0.123 us"), (9.99e-4, "999 us"), (0.01, "10.0 ms"), (1.5, "1.50 s"), (700, "700 s")],
 )
 def test_times_have_three_digits_and_a_unit(value_s, text):
-    assert table.seconds(value_s) == text
+    assert seconds_text(value_s) == text
 
 
 def test_markdown_has_one_table_for_each_run_and_one_row_for_each_record():
     records = [*several(), record(operation="codec", threads=2, moved_gb_s=5.0, memcpy_share=0.5)]
-    text = table.markdown(records)
+    text = markdown(records)
     assert len(re.findall(r"(?m)^### ", text)) == 3
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len(rows) == len(records) + 2 * 3

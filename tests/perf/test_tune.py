@@ -12,6 +12,7 @@ from hpcllm.collectives.cost import COSTS
 from hpcllm.collectives.tuning import load_tuning
 from hpcllm.errors import ConfigError
 from hpcllm.perf import tune
+from hpcllm.perf.arguments import add_tune_arguments
 
 TIMES = ("predicted_s", "measured_s", "native_s", "best_s")
 ROW_KEYS = {"operation", "bytes", "asked", "algorithm", "codec", "why", "best", *TIMES}
@@ -29,7 +30,7 @@ def short(monkeypatch):
 
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    tune.add_arguments(parser)
+    add_tune_arguments(parser)
     return parser.parse_args(words)
 
 

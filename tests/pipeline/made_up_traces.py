@@ -6,7 +6,7 @@ import json
 import random
 from dataclasses import dataclass, field
 
-from hpcllm.pipeline.dependencies import compute_needs, walk
+from hpcllm.pipeline.clock import compute_needs, walk
 from hpcllm.pipeline.measured import FIRST_ID
 from hpcllm.pipeline.schedules import Schedule, make_schedule
 

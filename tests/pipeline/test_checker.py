@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcllm.errors import ScheduleError
-from hpcllm.pipeline.actions import Action, Op
+from hpcllm.pipeline.actions import Action, Op, Placement
 from hpcllm.pipeline.checker import check
-from hpcllm.pipeline.placement import Placement
 from hpcllm.pipeline.schedules import SCHEDULES, Schedule, forward_only, make_schedule
 from tests.pipeline.rendezvous import runs
 from tests.pipeline.shapes import made, shapes, small
@@ -131,15 +130,15 @@ def of_text(*rows: str, microbatches: int = 1, placement: Placement | None = Non
         (of_text("F0"), "rank 0: F0 needs either B0, or I0 and W0, but has none of them"),
         (of_text("F0 I0"), "but has I0"),
         (of_text("F0 I0 W0 B0"), "but has B0, I0, W0"),
-        (of_text("F0 W0 I0"), "rank 0: F0, I0, W0 have to stand in this order"),
+        (of_text("F0 W0 I0"), "rank 0: F0, I0, W0 have to come in this order"),
         (of_text("F0 B0 B0"), "rank 0: B0 twice"),
         (of_text("F0 SEND_F0 B0"), "rank 0: SEND_F0 has no other end"),
         (of_text("F0 RECV_F0 B0"), "rank 0: RECV_F0 has no other end"),
         (of_text("F0 F0.1 RECV_B0 B0.1 B0", placement=Placement(1, 2)), "rank 0: RECV_B0 has no other end"),
         (of_text("F0 F0.1 B0 B0.1", placement=Placement(1, 2)), "deadlock: rank 0 at B0 waits for itself to do B0.1"),
         (of_text("F0 RECV_B0 B0", "RECV_F0 F0 B0 SEND_B0"), "rank 0: SEND_F0 is missing, which belongs to F0"),
-        (of_text("F0 SEND_F0 RECV_B0 B0", "F0 RECV_F0 B0 SEND_B0"), "rank 1: F0 stands before RECV_F0, but needs it"),
-        (of_text("SEND_F0 F0 RECV_B0 B0", "RECV_F0 F0 B0 SEND_B0"), "rank 0: SEND_F0 stands before F0, but needs it"),
+        (of_text("F0 SEND_F0 RECV_B0 B0", "F0 RECV_F0 B0 SEND_B0"), "rank 1: F0 comes before RECV_F0, but needs it"),
+        (of_text("SEND_F0 F0 RECV_B0 B0", "RECV_F0 F0 B0 SEND_B0"), "rank 0: SEND_F0 comes before F0, but needs it"),
         (
             of_text(
                 "F0 SEND_F0 RECV_B0 B0 F1 SEND_F1 RECV_B1 B1",

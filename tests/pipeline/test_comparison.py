@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hpcllm.errors import ScheduleError
 from hpcllm.pipeline.actions import Op
-from hpcllm.pipeline.comparison import as_dict, compare, lines, peak_full
+from hpcllm.pipeline.report import compare, comparison_facts, comparison_lines, peak_full
 from hpcllm.pipeline.schedules import SCHEDULES, make_schedule
 from hpcllm.pipeline.timing import Times, simulate
 
@@ -48,17 +48,17 @@ def test_what_is_held_in_full_is_what_waits_for_its_w_and_never_more_than_is_liv
 
 
 def test_a_schedule_that_puts_w_off_is_told_to_save_no_memory_by_recomputation():
-    told = "\n".join(lines(compare(4, 8, None, Times(recompute=True)), None))
+    told = "\n".join(comparison_lines(compare(4, 8, None, Times(recompute=True)), None))
     assert "zb-h1, whose W wait, holds 4 recomputed activations in full where 1f1b holds 1" in told
     assert "it saves no memory" in told
-    assert "note" not in "\n".join(lines(compare(4, 8, None, Times()), None))
+    assert "note" not in "\n".join(comparison_lines(compare(4, 8, None, Times()), None))
 
 
 def test_a_gain_that_recomputation_takes_away_is_told():
     """With W next to nothing there is nothing to put off; what is recomputed must not be called a gain."""
     found = compare(4, 8, None, Times(1, 2, 0, recompute=True))
     gain = {e.name: 1 - e.timeline.makespan / found.entries[1].timeline.makespan for e in found.entries}
-    told = "\n".join(lines(found, None))
+    told = "\n".join(comparison_lines(found, None))
     for name in ("zb-h1", "zb-v"):
         assert (f"{name} gains nothing over 1f1b" in told) == (gain[name] <= 0)
     assert "zb-h1 gains nothing" in told
@@ -66,10 +66,12 @@ def test_a_gain_that_recomputation_takes_away_is_told():
 
 def test_a_schedule_that_cannot_have_the_shape_is_a_row_with_the_reason():
     found = compare(2, 3, 4_000_000, Times())
-    assert set(found.refused) == {"interleaved"}
-    row = next(line for line in lines(found, None) if line.startswith("  interleaved"))
-    assert "refused: 2 ranks x 4000000 chunks" in row
-    assert {"schedule": "interleaved", "refused": found.refused["interleaved"]} in as_dict(found, None)["schedules"]
+    assert set(found.rejected) == {"interleaved"}
+    row = next(line for line in comparison_lines(found, None) if line.startswith("  interleaved"))
+    assert "rejected: 2 ranks x 4000000 chunks" in row
+    assert {"schedule": "interleaved", "refused": found.rejected["interleaved"]} in comparison_facts(found, None)[
+        "schedules"
+    ]
 
 
 def test_a_shape_that_none_can_have_is_an_error():
@@ -78,5 +80,5 @@ def test_a_shape_that_none_can_have_is_an_error():
 
 
 def test_bytes_are_messages_times_their_size():
-    for row in as_dict(compare(3, 4, None, Times()), 1000)["schedules"]:
+    for row in comparison_facts(compare(3, 4, None, Times()), 1000)["schedules"]:
         assert row["bytes"] == 1000 * row["messages"]

@@ -7,13 +7,12 @@ import pretend
 import pytest
 import torch
 
-from hpcllm.config import MeshConfig
-from hpcllm.mesh import open_mesh
-from hpcllm.messages.memory import mpi_reads_devices
-from hpcllm.pipeline.actions import Action, Op
+from hpcllm.config.schema import MeshConfig
+from hpcllm.mpi.mesh import open_mesh
+from hpcllm.mpi.message_memory import mpi_reads_devices
+from hpcllm.mpi.wait import Waits
+from hpcllm.pipeline.actions import Action, Op, Placement
 from hpcllm.pipeline.link import BACKWARD, FORWARD, Link
-from hpcllm.pipeline.placement import Placement
-from hpcllm.waiting import Waits
 
 pytestmark = [pytest.mark.pretend, pytest.mark.usefixtures("device_messages")]
 DEVICE = "pretend"  # as text: there is no such device in a process that has not started it

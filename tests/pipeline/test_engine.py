@@ -14,24 +14,22 @@ from mpi4py import MPI
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hpcllm.collectives import group_of
-from hpcllm.config import MeshConfig, ModelConfig
+from hpcllm.config.schema import MeshConfig, ModelConfig
 from hpcllm.errors import StallError
-from hpcllm.mesh import open_mesh
-from hpcllm.model.initialisation import build, build_chunks
+from hpcllm.model.initialisation import allocate_chunks, build, initialise
 from hpcllm.model.loss import IGNORED, cross_entropy_sum
-from hpcllm.model.shapes import split_layers
-from hpcllm.model.shards import shard_of
-from hpcllm.model.tensor_parallel import ALONE, TensorParallel, summed_over_tp, tensor_parallel
-from hpcllm.pipeline.actions import COMPUTE, Action, Op
+from hpcllm.model.shapes import StageSpan, shard_of, split_layers
+from hpcllm.model.tensor_parallel import ALONE, TensorParallel, has_partial_gradient, tensor_parallel
+from hpcllm.model.transformer import Decoder
+from hpcllm.mpi.mesh import open_mesh
+from hpcllm.mpi.wait import Waits
+from hpcllm.pipeline.actions import COMPUTE, Action, Op, Placement, other_end
 from hpcllm.pipeline.checker import check
 from hpcllm.pipeline.chunk import Chunk
 from hpcllm.pipeline.engine import Engine
 from hpcllm.pipeline.link import BACKWARD, FORWARD, Link
-from hpcllm.pipeline.messages import other_end
-from hpcllm.pipeline.placement import Placement
 from hpcllm.pipeline.schedules import Schedule, forward_only, make_schedule
 from hpcllm.pipeline.timing import simulate
-from hpcllm.waiting import Waits
 
 SIZE, LENGTH, SCALE = 2, 10, 0.125
 SHAPE = {"layers": 12, "hidden": 24, "heads": 4, "ffn": 40, "vocabulary": 61, "max_sequence": 12}
@@ -93,13 +91,22 @@ def samples(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[..., :-1], targets
 
 
+def build_chunks(
+    model: ModelConfig, spans: list[StageSpan], tp: TensorParallel = ALONE, dtype: torch.dtype = torch.float32
+) -> list[Decoder]:
+    decoders = allocate_chunks(model, spans, tp, dtype)
+    for decoder in decoders:
+        initialise(decoder, model, 5, tp)
+    return decoders
+
+
 def engine_of(
     mesh, model: ModelConfig, placement: Placement, tp: TensorParallel = ALONE, dtype: torch.dtype = torch.float32
 ) -> Engine:
     spans = split_layers(model, placement.stages)
     mine = [spans[placement.stage(mesh.pp.rank, chunk)] for chunk in range(placement.chunks)]
     link = Recorded(mesh, placement, (SIZE, LENGTH // tp.parts, model.hidden), Waits(limit_s=60.0), dtype=dtype)
-    return Engine([Chunk(decoder) for decoder in build_chunks(model, mine, 5, tp, dtype)], link)
+    return Engine([Chunk(decoder) for decoder in build_chunks(model, mine, tp, dtype)], link)
 
 
 @functools.cache
@@ -117,7 +124,7 @@ def gradients(mesh, engine: Engine) -> dict[str, torch.Tensor]:
     decoders = [chunk.decoder for chunk in engine.chunks]
     found = {name: p.grad.clone() for decoder in decoders for name, p in decoder.named_parameters()}
     for name in sorted(found):
-        if summed_over_tp(name, decoders[0].tp):
+        if has_partial_gradient(name, decoders[0].tp):
             mesh.tp.Allreduce(MPI.IN_PLACE, found[name].numpy())
     placement = engine.link.placement
     on_two_ranks = placement.home(placement.stages - 1)[0] != 0
@@ -340,7 +347,7 @@ def test_an_output_takes_no_memory_once_it_was_sent_and_an_input_none_after_its_
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_an_embedding_at_both_ends_of_one_rank_is_one_parameter_if_it_is_tied(name, chunks):
     model = dataclasses.replace(MODELS[name], layers=3)
-    decoders = build_chunks(model, split_layers(model, chunks), seed=5)
+    decoders = build_chunks(model, split_layers(model, chunks))
     first, last = decoders[0], decoders[-1]
     embedding, head = first.embedding.weight, last.embedding.weight if model.tied else last.head.weight
     assert (embedding is head) == model.tied

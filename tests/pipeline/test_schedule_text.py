@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcllm.errors import ScheduleError
+from hpcllm.pipeline.actions import Placement
 from hpcllm.pipeline.checker import check
-from hpcllm.pipeline.placement import Placement
 from hpcllm.pipeline.schedules import Schedule, make_schedule, read_schedule
 from tests.pipeline.rendezvous import runs
 from tests.pipeline.shapes import shapes

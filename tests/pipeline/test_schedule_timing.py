@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcllm.errors import ScheduleError
-from hpcllm.pipeline.actions import Action, Op
-from hpcllm.pipeline.placement import Placement
+from hpcllm.pipeline.actions import Action, Op, Placement
 from hpcllm.pipeline.schedules import SCHEDULES, Schedule, forward_only, make_schedule
 from hpcllm.pipeline.timing import Timeline, Times, simulate
 from tests.pipeline.shapes import chunks_of, made, shapes, small

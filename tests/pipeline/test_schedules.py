@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from hpcllm.errors import ScheduleError
 from hpcllm.pipeline import orders, schedules
-from hpcllm.pipeline.actions import COMPUTE, Action, Op, message_tag
+from hpcllm.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Op, Placement, message_tag
 from hpcllm.pipeline.checker import check
-from hpcllm.pipeline.dependencies import compute_needs, walk
-from hpcllm.pipeline.placement import Placement
-from hpcllm.pipeline.posting import RECEIVES, SENDS, message_of
+from hpcllm.pipeline.clock import compute_needs, walk
 from hpcllm.pipeline.schedules import SCHEDULES, Schedule, forward_only, make_schedule
 from hpcllm.pipeline.timing import Times, simulate
 from tests.pipeline.shapes import made, shapes, small
@@ -95,9 +93,9 @@ def test_sends_follow_their_work_and_receives_are_posted_ahead_of_theirs(shape):
         place = {action: i for i, action in enumerate(row)}
         first = next(action for action in row if action.op in COMPUTE)
         for action in row:
-            if action.op in SENDS and (send := message_of(SENDS, action)) in place:
+            if action.op in SENDS and (send := action.message(SENDS)) in place:
                 assert all(a.op in RECEIVES.values() for a in row[place[action] + 1 : place[send]])
-            if action.op in RECEIVES and (receive := message_of(RECEIVES, action)) in place and action != first:
+            if action.op in RECEIVES and (receive := action.message(RECEIVES)) in place and action != first:
                 assert any(a.op in COMPUTE for a in row[place[receive] : place[action]])
 
 
@@ -109,7 +107,7 @@ def test_with_one_chunk_one_piece_of_work_ahead_is_early_enough(name):
             for i, action in enumerate(row):
                 if action.op in RECEIVES.values():
                     ahead = [a for a in row[i:] if a.op in COMPUTE][:2]
-                    assert any(a.op in RECEIVES and message_of(RECEIVES, a) == action for a in ahead)
+                    assert any(a.op in RECEIVES and a.message(RECEIVES) == action for a in ahead)
 
 
 @given(shapes())
@@ -129,7 +127,7 @@ def test_no_send_ever_waits_for_its_receive_if_work_goes_by_the_clock(shape):
                 posted[rank, action] = now
     for rank, action, source in walk(schedule.work(), compute_needs(schedule.placement, schedule.work())):
         if source and source[0] != rank:
-            assert posted[rank, message_of(RECEIVES, action)] <= ends[source[0]][source[1]]
+            assert posted[rank, action.message(RECEIVES)] <= ends[source[0]][source[1]]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcllm.config import MeshConfig
-from hpcllm.mesh import open_mesh
+from hpcllm.config.schema import MeshConfig
+from hpcllm.mpi.mesh import open_mesh
 from hpcllm.pipeline.schedules import SCHEDULES, make_schedule
 from hpcllm.pipeline.timing import Times, simulate
 

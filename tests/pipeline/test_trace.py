@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from hpcllm import clocks
-from hpcllm.config import MeshConfig
+from hpcllm.config.schema import MeshConfig
 from hpcllm.errors import HpcllmError
-from hpcllm.mesh import open_mesh
+from hpcllm.mpi import clock_sync as clocks
+from hpcllm.mpi.mesh import open_mesh
+from hpcllm.mpi.wait import Waits
 from hpcllm.pipeline.measured import FIRST_ID, read_trace
 from hpcllm.pipeline.schedules import Schedule, make_schedule
 from hpcllm.pipeline.trace import recording, write_trace
-from hpcllm.waiting import Waits
 
 STEP = 12
 LAYOUTS = {1: (1,), 2: (1, 2), 3: (1, 3), 4: (1, 2, 4)}  # ranks -> pp
@@ -61,9 +61,10 @@ def test_a_trace_reads_back_as_what_was_recorded(comm, shared_path):
 def test_all_ranks_times_are_on_one_clock(comm, shared_path, monkeypatch):
     """Ranks whose clocks are hours apart do the same at the same time; the file says so to within its error."""
     skew_s = 3600.0 * comm.rank
-    align = clocks.align
+    measure_offset = clocks.measure_offset
     monkeypatch.setattr(
-        "hpcllm.pipeline.trace.align", lambda comm, waits: align(comm, waits, lambda: time.perf_counter() + skew_s)
+        "hpcllm.pipeline.trace.measure_offset",
+        lambda comm, waits: measure_offset(comm, waits, lambda: time.perf_counter() + skew_s),
     )
     schedule = make_schedule("gpipe", comm.size, 1)
     start = comm.bcast(meet(comm))

@@ -9,13 +9,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hpcllm.errors import UserError
-from hpcllm.plan.fitting import check_fit
+from hpcllm.plan.cost import training_cost
 from hpcllm.plan.layouts import Layout
 from hpcllm.plan.machine import read_machine
 from hpcllm.plan.models import read_model
 from hpcllm.plan.prediction import predict
-from hpcllm.plan.searching.reasons import PARTS
-from hpcllm.plan.training import training
+from hpcllm.plan.report import STEP_PARTS
+from hpcllm.plan.run_config import check_fit
 
 MODELS = [
     read_model("layers=12,hidden=1024,heads=16,vocab=50304,sequence=1024"),
@@ -62,7 +62,7 @@ def test_a_faster_machine_is_never_slower(run, part, factor):
 def test_parts_add_up_and_none_is_negative(run):
     machine, model, layout, samples = run
     found = predict(machine, model, layout, samples)
-    parts = [getattr(found, part) for part in PARTS]
+    parts = [getattr(found, part) for part in STEP_PARTS]
     assert min(parts) >= 0
     assert sum(parts) == pytest.approx(found.iteration_time_s, rel=2e-2)
     assert found.tflops_per_device_model <= found.tflops_per_device_hardware * (1 + 1e-9)
@@ -93,7 +93,7 @@ def test_memory_falls_with_what_is_shared_and_made_again(run):
 def test_a_training_costs_in_proportion_to_its_tokens(run, tokens):
     machine, model, layout, samples = run
     found = predict(machine, model, layout, samples)
-    once, twice = training(found, tokens), training(found, 2 * tokens)
+    once, twice = training_cost(found, tokens), training_cost(found, 2 * tokens)
     assert twice.node_hours == pytest.approx(2 * once.node_hours)
     assert twice.energy_kwh == pytest.approx(2 * once.energy_kwh)
     assert once.device_hours <= once.node_hours * machine.device.per_node * (1 + 1e-9)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcllm import config as run_file
+from hpcllm.config import schema as run_file
 from hpcllm.errors import ConfigError
 from hpcllm.plan.layouts import Layout, parse_layout, parse_step
 from hpcllm.plan.models import read_model

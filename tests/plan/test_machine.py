@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from hpcllm import machines
+from hpcllm.config import machines
 from hpcllm.errors import ConfigError
 from hpcllm.plan.machine import read_machine
 

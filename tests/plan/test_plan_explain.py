@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcllm.plan.command.arithmetic import arithmetic
-from hpcllm.plan.command.explain import as_json, lines
+from hpcllm.plan.explain import arithmetic, as_json, lines
 from hpcllm.plan.prediction import predict
 
 GPT = "layers=8,hidden=1024,heads=16,vocab=8192,sequence=512"

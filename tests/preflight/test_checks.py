@@ -1,4 +1,4 @@
-"""Each fault is found, named and mended, and a sound allocation has none."""
+"""Each fault is found, named and fixed, and a sound allocation has none."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from made_up_allocations import (
     with_variable,
 )
 
-from hpcllm.hardware.lists import numbers
-from hpcllm.hardware.memory import Memory
 from hpcllm.preflight import checks
 from hpcllm.preflight.checks import check
 from hpcllm.preflight.facts import Allocation, RankFacts
 from hpcllm.preflight.findings import Finding
+from hpcllm.system.hardware.node import Memory
+from hpcllm.system.hardware.sysfs import numbers
 
 
 def the_one(allocation: Allocation, words: str, severity: str) -> Finding:
@@ -32,7 +32,7 @@ def the_one(allocation: Allocation, words: str, severity: str) -> Finding:
     assert len(found) == 1, check(allocation)
     assert found[0].severity == severity
     assert found[0].where
-    assert found[0].mend
+    assert found[0].fix
     return found[0]
 
 
@@ -53,7 +53,7 @@ def test_two_ranks_on_one_core():
     allocation = with_ranks(laptop(2), lambda _, rank: dataclasses.replace(rank, cores=(1,)))
     found = the_one(allocation, "2 ranks share 1 core (1)", "slow")
     assert found.where == "ranks 0-1 on laptop"
-    assert found.mend == "mpiexec -bind-to core:2"
+    assert found.fix == "mpiexec -bind-to core:2"
 
 
 def test_two_threads_of_one_core_are_one_core():
@@ -66,7 +66,7 @@ def test_two_threads_of_one_core_are_one_core():
 
 def test_more_ranks_than_cores_are_found_once_and_sent_to_more_nodes():
     found = the_one(laptop(9, 4), "9 ranks share 4 cores (0-3)", "slow")
-    assert found.mend == "start 4 ranks a node: mpiexec -n 4, or on more nodes -ppn 4"
+    assert found.fix == "start 4 ranks a node: mpiexec -n 4, or on more nodes -ppn 4"
 
 
 def test_three_ranks_in_a_part_of_the_cores_are_found_although_the_whole_has_room():
@@ -88,7 +88,7 @@ def test_a_container_s_quota():
 def test_cores_that_srun_did_not_hand_on():
     allocation = with_ranks(frontier(1), lambda _, rank: dataclasses.replace(rank, cores=rank.cores[:1]))
     found = the_one(with_variable(allocation, "OMP_NUM_THREADS", None), "one core each", "slow")
-    assert "--cpus-per-task=3" in found.mend or "--cpus-per-task=7" in found.mend
+    assert "--cpus-per-task=3" in found.fix or "--cpus-per-task=7" in found.fix
     many = with_ranks(laptop(2, 16), lambda place, rank: dataclasses.replace(rank, cores=(place,)))
     the_one(many, "may use 2 of its 16 cores", "slow")
 
@@ -96,7 +96,7 @@ def test_cores_that_srun_did_not_hand_on():
 def test_threads_that_do_not_fit():
     the_one(with_variable(laptop(2, 4), "OMP_NUM_THREADS", "4"), "OMP_NUM_THREADS=4 on 2 cores a rank", "slow")
     found = the_one(with_variable(laptop(1, 64), "OMP_NUM_THREADS", "1"), "OMP_NUM_THREADS=1 on 64 cores", "slow")
-    assert found.mend.startswith("export OMP_NUM_THREADS=64")
+    assert found.fix.startswith("export OMP_NUM_THREADS=64")
 
 
 def test_cores_far_from_the_device_are_mended_by_the_documented_masks():
@@ -104,7 +104,7 @@ def test_cores_far_from_the_device_are_mended_by_the_documented_masks():
     guessed = [f"{8 * place + 1}-{8 * place + 7}" for place in range(8)]
     allocation = with_ranks(frontier(2), lambda place, rank: dataclasses.replace(rank, cores=numbers(guessed[place])))
     found = the_one(allocation, "cores are far from the device", "slow")
-    masks = found.mend.removeprefix("srun --cpu-bind=mask_cpu:").split(",")
+    masks = found.fix.removeprefix("srun --cpu-bind=mask_cpu:").split(",")
     assert masks == [hex(sum(1 << core for core in numbers(cores))) for cores in GCD_CORES]
     assert masks[0] == hex(0xFE << 48)
     assert masks[7] == hex(0xFE << 40)
@@ -114,7 +114,7 @@ def test_cores_far_from_the_device_are_mended_by_the_documented_masks():
 def test_all_ranks_on_the_first_domain_are_mended_by_masks_without_the_system_s_cores():
     allocation = with_ranks(frontier(1), lambda _, rank: dataclasses.replace(rank, cores=numbers("1-15")))
     allocation = with_variable(allocation, "OMP_NUM_THREADS", None)
-    masks = the_one(allocation, "cores are far", "slow").mend.rpartition(":")[2].split(",")
+    masks = the_one(allocation, "cores are far", "slow").fix.rpartition(":")[2].split(",")
     assert [int(mask, 16) for mask in masks] == [sum(1 << core for core in numbers(cores)) for cores in GCD_CORES]
 
 
@@ -132,7 +132,7 @@ def test_a_shared_device_names_its_ranks():
     allocation = with_ranks(perlmutter(2), same)
     found = the_one(allocation, "3 ranks share the device 0000:01:00.0", "slow")
     assert found.where == "ranks 0-2, 4-6 on nid[00000-00001]"
-    assert "--gpu-bind=closest" in found.mend
+    assert "--gpu-bind=closest" in found.fix
 
 
 @pytest.mark.parametrize(("used", "severity"), [(4, "slow"), (7, "note")])
@@ -147,7 +147,7 @@ def test_idle_devices(used, severity):
 
 def test_gpus_that_nobody_uses():
     blind = with_ranks(perlmutter(1), replaced(device=None, no_device="built for CPUs alone"))
-    assert "a PyTorch built for CUDA" in the_one(blind, "the node has 4 nvidia GPUs", "slow").mend
+    assert "a PyTorch built for CUDA" in the_one(blind, "the node has 4 nvidia GPUs", "slow").fix
     wanted = with_ranks(perlmutter(1), replaced(device=None, no_device="run.device = 'cpu'"))
     assert not [finding for finding in check(wanted) if "nvidia GPUs" in finding.what]
 
@@ -161,7 +161,7 @@ def test_a_pytorch_for_other_devices():
 
 def test_ranks_that_mpi_did_not_bring_together():
     allocation = dataclasses.replace(laptop(1), launcher="slurm", launched=16)
-    assert "--mpi=pmi2" in the_one(allocation, "16 ranks were started, but each is alone", "breaks").mend
+    assert "--mpi=pmi2" in the_one(allocation, "16 ranks were started, but each is alone", "breaks").fix
 
 
 def test_cray_mpich_and_its_gpu_layer():
@@ -170,7 +170,7 @@ def test_cray_mpich_and_its_gpu_layer():
     )
     the_one(without, "libmpi_gtl_* is not loaded", "breaks")
     off = with_variable(frontier(2), "MPICH_GPU_SUPPORT_ENABLED", None)
-    assert the_one(off, "MPI is not told to read", "slow").mend == "export MPICH_GPU_SUPPORT_ENABLED=1"
+    assert the_one(off, "MPI is not told to read", "slow").fix == "export MPICH_GPU_SUPPORT_ENABLED=1"
     the_one(with_variable(frontier(1), "MPICH_GPU_SUPPORT_ENABLED", None), "MPI is not told to read", "note")
 
 
@@ -194,7 +194,7 @@ def test_a_variable_that_is_fine():
 
 def test_a_wheel_on_a_machine_with_a_fast_network():
     wheels = with_ranks(frontier(2), replaced(library=WHEEL))
-    assert "MPICC='cc -shared'" in the_one(wheels, "does not know slingshot", "slow").mend
+    assert "MPICC='cc -shared'" in the_one(wheels, "does not know slingshot", "slow").fix
 
 
 def test_limits():
@@ -213,7 +213,7 @@ def test_the_odd_node_of_three():
     hardware = frontier().nodes[0].facts.hardware
     odd = with_hardware(frontier(3), [1], gpus=hardware.gpus[:7])
     found = the_one(odd, "7 GPUs, where most nodes have 8", "slow")
-    assert found.mend == "exclude it: sbatch --exclude=frontier0001"
+    assert found.fix == "exclude it: sbatch --exclude=frontier0001"
     assert found.where == "ranks 8-15 on frontier0001"
     down = (dataclasses.replace(hardware.nics[0], up=False), *hardware.nics[1:])
     assert (

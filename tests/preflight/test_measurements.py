@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_allocations import frontier, laptop
 
-from hpcllm.preflight import bandwidth, codecs, matrix, storage
-from hpcllm.preflight.gather import open_crew
-from hpcllm.preflight.outliers import slow_ones
-from hpcllm.preflight.rounds import distances, partner
-from hpcllm.waiting import Waits
+from hpcllm.mpi.wait import Waits
+from hpcllm.preflight import bandwidth, codec_test, matrix, storage
+from hpcllm.preflight.bandwidth import distances, partner
+from hpcllm.preflight.collect import open_communicators
+from hpcllm.preflight.findings import slow_ones
 
 
 @given(st.integers(1, 300))
@@ -63,7 +63,7 @@ def test_a_slow_node_is_named_with_the_option_that_leaves_it_out():
     (finding,) = found.findings
     assert finding.what == "node frontier0002: 31 % slow in matrix products"
     assert finding.where == "rank 17 on frontier0002"
-    assert finding.mend == "exclude it: sbatch --exclude=frontier0002"
+    assert finding.fix == "exclude it: sbatch --exclude=frontier0002"
     assert finding.severity == "slow"
     speeds[17] = 85.0
     assert [finding.severity for finding in matrix.judge(speeds, "cuda", frontier(4)).findings] == ["note"]
@@ -119,10 +119,10 @@ def test_what_is_written_is_read_back_and_measured(tmp_path):
 
 @pytest.mark.parallel([1, 2])
 def test_a_folder_that_takes_no_files_is_a_finding_on_all_nodes(comm, tmp_path):
-    crew = open_crew(comm, Waits(10.0))
+    comms = open_communicators(comm, Waits(10.0))
     folder = tmp_path / "not there"
-    found = storage.measure(crew, folder, frontier(2) if comm.rank == 0 else None)
-    crew.free()
+    found = storage.measure(comms, folder, frontier(2) if comm.rank == 0 else None)
+    comms.free()
     assert (found is None) == (comm.rank > 0)
     if found:
         assert [finding.severity for finding in found.findings] == ["breaks"] * 2
@@ -130,13 +130,13 @@ def test_a_folder_that_takes_no_files_is_a_finding_on_all_nodes(comm, tmp_path):
 
 
 def test_every_codec_passes_on_this_machine():
-    done, faults = codecs.self_test(torch.device("cpu"))  # as many as its time allows: kernels may have to be compiled
+    done, faults = codec_test.self_test(torch.device("cpu"))  # as many as its time allows
     assert faults == []
     assert 1 <= done <= 27
 
 
 def test_a_codec_that_is_wrong_is_found_on_its_node(monkeypatch):
-    right = codecs.find_codec("int8", torch.float32)
+    right = codec_test.find_codec("int8", torch.float32)
 
     class Wrong:
         name, dtype, lossless, block = right.name, right.dtype, right.lossless, right.block
@@ -147,13 +147,13 @@ def test_a_codec_that_is_wrong_is_found_on_its_node(monkeypatch):
             right.decode(data, out)
             out[:1] += 1
 
-    monkeypatch.setattr(codecs, "find_codec", lambda *_: Wrong())
-    monkeypatch.setattr(codecs, "_cases", lambda: [("int8", torch.float32)])
-    done, faults = codecs.self_test(torch.device("cpu"))
+    monkeypatch.setattr(codec_test, "find_codec", lambda *_: Wrong())
+    monkeypatch.setattr(codec_test, "_cases", lambda: [("int8", torch.float32)])
+    done, faults = codec_test.self_test(torch.device("cpu"))
     assert done == 1
     assert len(faults) == 1
     assert "over the bound" in faults[0]
-    found = codecs.judge([(1, []), (1, faults)], frontier(2))
+    found = codec_test.judge([(1, []), (1, faults)], frontier(2))
     assert [finding.severity for finding in found.findings] == ["breaks"]
     assert found.findings[0].where == "frontier0001"
 

@@ -8,8 +8,7 @@ import json
 from made_up_allocations import frontier, laptop, perlmutter, with_hardware, with_ranks, with_variable
 
 from hpcllm.preflight.checks import check
-from hpcllm.preflight.drawing import draw
-from hpcllm.preflight.page import Measured, Page
+from hpcllm.preflight.page import Measured, Page, draw
 
 
 def page(allocation, measured=()) -> Page:
@@ -53,11 +52,11 @@ def test_kinds_of_nodes_are_drawn_apart_and_many_are_counted():
     assert lines[-1].startswith("frontier[0006-0013], ... (14 nodes): 14 more kinds of nodes")
 
 
-def test_findings_stand_with_place_and_mend():
+def test_findings_are_printed_with_place_and_fix():
     lines = list(page(with_variable(frontier(2), "FI_MR_CACHE_MONITOR", "memhooks")).lines())
     start = next(index for index, line in enumerate(lines) if line.startswith("  SLOW  "))
-    assert [line[:8] for line in lines[start : start + 3]] == ["  SLOW  ", " where  ", "  mend  "]
-    assert lines[-1] == "not fit to run: 1 finding to mend first"
+    assert [line[:8] for line in lines[start : start + 3]] == ["  SLOW  ", " where  ", "   fix  "]
+    assert lines[-1] == "not fit to run: 1 finding to fix first"
     noted = list(page(with_variable(frontier(2), "CXI_FORK_SAFE", None)).lines())
     assert noted[-1] == "fit to run; 1 note"
 
@@ -70,7 +69,7 @@ def test_json_has_all_of_it():
     assert told["fit"] is False
     assert told["ranks"] == 2
     assert [finding["severity"] for finding in told["findings"]] == ["slow"]
-    assert told["findings"][0].keys() == {"severity", "what", "where", "mend"}
+    assert told["findings"][0].keys() == {"severity", "what", "where", "fix"}
     assert told["measured"] == {"matrix products": {"gflop_s": [1.0, 2.0]}}
     assert told["nodes"][0]["name"] == "laptop"
     assert told["kinds"][told["nodes"][0]["kind"]]["ranks"][1]["cores"] == "0"

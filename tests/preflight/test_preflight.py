@@ -12,11 +12,12 @@ import pytest
 from made_up_allocations import frontier
 from mpi4py import MPI
 
+from hpcllm.cli import preflight as command
 from hpcllm.errors import ConfigError, HpcllmError
-from hpcllm.preflight import command, facts, gather, start
+from hpcllm.mpi.wait import Waits
+from hpcllm.preflight import collect, examination, facts, start
+from hpcllm.preflight.collect import open_communicators
 from hpcllm.preflight.findings import Finding
-from hpcllm.preflight.gather import open_crew
-from hpcllm.waiting import Waits
 
 SIZES = [1, 2, 3, 4]
 
@@ -24,7 +25,7 @@ SIZES = [1, 2, 3, 4]
 def preflight(comm, capsys, run: Path | None = None, quick: bool = True, sets: tuple[str, ...] = ()):
     """(exit code, the page as JSON on rank 0)."""
     capsys.readouterr()
-    code = command.run(argparse.Namespace(run=run, overrides=list(sets), quick=quick, json=True), comm)
+    code = command.examine_and_print(argparse.Namespace(run=run, overrides=list(sets), quick=quick, json=True), comm)
     text = capsys.readouterr().out
     assert bool(text) == (comm.rank == 0)
     return code, json.loads(text) if text else None
@@ -68,9 +69,9 @@ def test_ranks_on_one_core_are_named(comm, capsys, one_core):
 @pytest.mark.parallel([1, 3])
 def test_measurements_are_made_by_all_and_leave_nothing_behind(comm, capsys, shared_path, monkeypatch):
     monkeypatch.chdir(shared_path)
-    monkeypatch.setattr(command.matrix, "BUDGET_S", 0.1)
-    monkeypatch.setattr(command.bandwidth, "BUDGET_S", 0.05)
-    monkeypatch.setattr(command.codecs, "BUDGET_S", 0.1)
+    monkeypatch.setattr(examination.matrix, "BUDGET_S", 0.1)
+    monkeypatch.setattr(examination.bandwidth, "BUDGET_S", 0.05)
+    monkeypatch.setattr(examination.codec_test, "BUDGET_S", 0.1)
     _, page = preflight(comm, capsys, quick=False)
     comm.Barrier()
     assert os.listdir(shared_path) == []
@@ -128,26 +129,26 @@ def test_a_wrong_run_file_is_the_user_s_error(comm, capsys, shared_path):
 
 @pytest.mark.parallel(SIZES)
 def test_facts_of_ranks_that_differ_come_apart_on_rank_0_alone(comm):
-    crew = open_crew(comm, Waits(30.0))
-    mine = start.facts_of_all(crew, "cpu")
-    allocation = start.find_allocation(crew, mine)
+    comms = open_communicators(comm, Waits(30.0))
+    mine = start.facts_of_all(comms, "cpu")
+    allocation = start.find_allocation(comms, mine)
     assert (allocation is None) == (comm.rank > 0)
     if allocation:
         assert allocation.size == comm.size
         assert sum(len(kind.facts.ranks) * len(kind.nodes) for kind in allocation.kinds) == comm.size
         assert all(isinstance(rank, facts.RankFacts) for _, _, rank in allocation.everyone())
-    crew.free()
+    comms.free()
 
 
 @pytest.mark.parallel(SIZES)
 def test_the_start_of_a_run_says_slow_in_a_line_and_refuses_what_breaks(comm, capsys, monkeypatch):
-    findings = [Finding("slow", "one thing", "rank 0", "mend it"), Finding("note", "a note", "rank 0", "")]
+    findings = [Finding("slow", "one thing", "rank 0", "fix it"), Finding("note", "a note", "rank 0", "")]
     monkeypatch.setattr(start, "check", lambda _: findings)
     before = os.sched_getaffinity(0)
     start.start(comm, "cpu", 30.0)
     os.sched_setaffinity(0, before)
     said = capsys.readouterr().err
-    assert said == ("hpcllm: preflight: one thing (rank 0); mend it\n" if comm.rank == 0 else "")
+    assert said == ("hpcllm: preflight: one thing (rank 0); fix it\n" if comm.rank == 0 else "")
     findings.append(Finding("breaks", "the worst", "rank 0", "stop"))
     with pytest.raises(HpcllmError, match="not fit to run: the worst") as caught:
         start.start(comm, "cpu", 30.0)
@@ -163,8 +164,8 @@ def test_devices_that_have_numbers_of_their_own_do_not_make_nodes_differ():
         devices = [dataclasses.replace(first.device, address=name, identity=name) for name in names]
         return [dataclasses.replace(first, device=device) for device in devices]
 
-    assert gather._numbered(node("GPU-4b")) == gather._numbered(node("GPU-9f"))
-    identities = [rank.device.identity for rank in gather._numbered(node("GPU-4b"))]
+    assert collect._numbered(node("GPU-4b")) == collect._numbered(node("GPU-9f"))
+    identities = [rank.device.identity for rank in collect._numbered(node("GPU-4b"))]
     assert identities[0] == identities[1] != identities[2]
     known = list(frontier().nodes[0].facts.ranks)
-    assert gather._numbered(known) == tuple(known)
+    assert collect._numbered(known) == tuple(known)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from hpcllm.config import from_tables, to_tables
-from hpcllm.laps import BETWEEN, PARTS
+from hpcllm.config.schema import from_tables, to_tables
+from hpcllm.training.step_timer import BETWEEN, PARTS
 
 KINDS = ("gradients", "parameters", "forward", "backward")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import re
+import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
 
-from hpcllm.report.command import make
-from hpcllm.report.runs import read_runs
+from hpcllm.cli.report import make
+from hpcllm.report.run_folder import read_runs
 
 SECTIONS = (
     "Summary",
@@ -22,7 +24,7 @@ SECTIONS = (
     "Machine",
     "Run file",
 )
-VOID = {"meta", "link", "img", "br", "hr", "input"}
+VOID = {"source", "meta", "link", "img", "br", "hr", "input"}
 
 
 class Page(HTMLParser):
@@ -37,17 +39,21 @@ class Page(HTMLParser):
         assert len(self.ids) == len(set(self.ids))
 
     def handle_starttag(self, tag, attributes):
-        assert tag not in ("script", "iframe", "object", "embed", "link", "img", "base")
+        assert tag not in ("script", "svg", "iframe", "object", "embed", "link", "base")
         for name, value in attributes:
             assert not name.startswith("on")
-            if name in ("href", "src", "xlink:href"):
+            if name in ("href", "xlink:href"):
                 assert value.startswith("#")
-                assert name != "src"
+            if name in ("src", "srcset"):
+                assert tag == ("img" if name == "src" else "source")
+                check_image(value)
             if name == "id":
                 self.ids.append(value)
         if tag not in VOID:
             self.open.append(tag)
-        self.pictures += tag == "svg" and ("class", "swatch") not in attributes
+        if tag == "img":
+            self.pictures += 1
+            assert dict(attributes)["alt"]
 
     def handle_startendtag(self, tag, attributes):
         self.handle_starttag(tag, attributes)
@@ -68,12 +74,27 @@ class Page(HTMLParser):
         return " ".join(self.words)
 
 
+def check_image(source: str) -> ElementTree.Element:
+    """The SVG of an <img>, in which nothing runs and nothing is asked for from elsewhere."""
+    kind, _, data = source.partition(",")
+    assert kind == "data:image/svg+xml;base64"
+    root = ElementTree.fromstring(base64.b64decode(data, validate=True))
+    for element in root.iter():
+        assert element.tag.rpartition("}")[2] not in ("script", "foreignObject", "image", "a", "animate", "set")
+        for name, value in element.attrib.items():
+            assert not name.startswith("on")
+            assert not name.endswith("href") or value.startswith("#")
+            assert all(found.startswith("#") for found in re.findall(r"url\(([^)]*)\)", value))
+    return root
+
+
 def page_of(*folders: Path) -> str:
     """Its HTML, once it has been looked at."""
     html = make(read_runs(list(folders)))
-    for asked in re.findall(r"url\(([^)]*)\)|@import", html):
+    words = re.sub(r'src(set)?="data:[^"]*"', "", html)  # checked by check_image
+    for asked in re.findall(r"url\(([^)]*)\)|@import", words):
         assert asked.startswith("#")
-    assert "http" not in html
+    assert "http" not in words
     assert len(html.encode()) < 5e6
     Page(html)
     return html

@@ -8,21 +8,23 @@ import re
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import made_up_runs as made_up
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pages import SECTIONS, Page, page_of
+from pages import SECTIONS, Page, check_image, page_of
 
-from hpcllm.cli import main
+from hpcllm import plotting
+from hpcllm.cli.main import main
 from hpcllm.errors import DataError
+from hpcllm.report import figures
 from hpcllm.report.comparison import best_of
 from hpcllm.report.facts import facts, time_split
-from hpcllm.report.log import MOST_STEPS, read_log
-from hpcllm.report.runs import read_runs
-from hpcllm.report.thin import thin
+from hpcllm.report.figures import downsample
+from hpcllm.report.run_folder import MOST_STEPS, read_log, read_runs
 
 HOSTILE = 'a <script>alert(1)<b> & "x" $y_1$ \''
 
@@ -36,6 +38,17 @@ def test_a_page_has_every_section_and_its_references_lead_somewhere(tmp_path):
     assert set(re.findall(r'(?:href="|url\()#([^")]+)', html)) <= set(page.ids)
     for told in ("finished: 1,000 of 1,000 steps", "Slurm job 4711", "stage 3 (ranks 12-15)", "GPU-hours", "start 2"):
         assert told in page.text
+
+
+def test_a_picture_differs_between_a_light_and_a_dark_page_in_its_ink_alone_and_is_the_same_each_time(tmp_path):
+    run = read_runs([made_up.write(tmp_path / "r", steps=100)])[0]
+    light, dark = figures.memory_bars({"all": {"parameters": 3e9, "step": 1e9}})[0].sources
+    assert [light, dark] == figures.memory_bars({"all": {"parameters": 3e9, "step": 1e9}})[0].sources
+    one, other = (ElementTree.tostring(check_image(source), "unicode") for source in (light, dark))
+    assert one.count(plotting.INK) > 5
+    assert one.replace(plotting.INK, plotting.DARK_PAGE_INK) == other
+    assert plotting.DARK_PAGE_INK not in one
+    assert figures.time_over_steps(run.history)[0].sources == figures.time_over_steps(run.history)[0].sources
 
 
 def test_what_a_user_named_is_shown_and_does_nothing(tmp_path):
@@ -142,7 +155,7 @@ def test_a_long_log_is_thinned_and_keeps_what_is_rare(tmp_path):
 
 @given(st.lists(st.floats(), min_size=1, max_size=200), st.integers(1, 50))
 def test_thinning_keeps_mean_least_and_most(values, most):
-    found = thin(range(len(values)), values, most)
+    found = downsample(range(len(values)), values, most)
     assert len(found.x) == min(len(values), most)
     finite = [value for value in values if math.isfinite(value)]
     if finite:
@@ -188,7 +201,7 @@ def test_the_command_writes_where_it_says_and_json_says_the_same_numbers(tmp_pat
 def test_a_report_needs_neither_mpi_nor_torch_and_says_what_pictures_need(tmp_path):
     folder = made_up.write(tmp_path / "r", steps=20)
     code = (
-        "import sys; from hpcllm.cli import main; code = main(sys.argv[1:]);"
+        "import sys; from hpcllm.cli.main import main; code = main(sys.argv[1:]);"
         "print(sorted({'torch', 'mpi4py', 'numba'} & set(sys.modules)), code)"
     )
     run = [sys.executable, "-c", code, "report", str(folder)]

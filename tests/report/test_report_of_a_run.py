@@ -8,10 +8,10 @@ import pytest
 import small_runs
 from pages import SECTIONS, Page, page_of
 
-from hpcllm.job import StopSignals
 from hpcllm.report.facts import facts
-from hpcllm.report.runs import read_runs
-from hpcllm.train import train
+from hpcllm.report.run_folder import read_runs
+from hpcllm.system.job import StopSignals
+from hpcllm.training.loop import train
 
 
 @pytest.mark.parallel([1, 2])

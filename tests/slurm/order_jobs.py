@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcllm.reorder.distribution import rank_lists
-from hpcllm.reorder.seats import Slots
+from hpcllm.plan.rank_order.slots import Slots, rank_lists
 
 NODES = 2
 SLOTS = [Slots(8, 4), Slots(12, 6)]

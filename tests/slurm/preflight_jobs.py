@@ -2,7 +2,7 @@
 
 srun -N2 --ntasks-per-node=1     sound: exit code 0
 srun -n2 taskset -c 0            two ranks on one core      --.
-srun --mpi=none                  ranks that never meet      --+--> exit code 1, and what mends it
+srun --mpi=none                  ranks that never meet      --+--> exit code 1, and what fixes it
 srun --gpu-bind=map_gpu:0,0      two ranks on one device    --'
 """
 
@@ -21,7 +21,7 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 LIMIT_S = 200.0
-WITH_DEVICE = "import pretend, sys; pretend.start(); from hpcllm.cli import main; sys.exit(main())"
+WITH_DEVICE = "import pretend, sys; pretend.start(); from hpcllm.cli.main import main; sys.exit(main())"
 
 
 def srun(options: str, *words: str, before: tuple[str, ...] = (), python: tuple[str, ...] = ("-m", "hpcllm")) -> Any:
@@ -55,12 +55,12 @@ def test_a_sound_allocation_is_fit():
     assert page["job"].startswith("Slurm job ")
 
 
-def test_two_ranks_on_one_core_are_found_named_and_mended():
+def test_two_ranks_on_one_core_are_found_named_and_fixed():
     code, out, _ = srun("-N2 --ntasks-per-node=2", "--quick", before=("taskset", "-c", "0"))
     assert code == 1
     assert "SLOW  2 ranks share 1 core (0)" in out
     assert "where  ranks 0-3 on n[1-2]" in out
-    assert "mend  srun --cpus-per-task=" in out or "mend  start 1 rank a node: srun --ntasks-per-node=1" in out
+    assert "fix  srun --cpus-per-task=" in out or "fix  start 1 rank a node: srun --ntasks-per-node=1" in out
     assert "2 nodes alike, ranks 0-1 of n1 are drawn" in out
 
 
@@ -78,7 +78,7 @@ def test_two_ranks_on_one_device_are_found_and_each_on_its_own_are_fit():
     assert code == 1
     assert len(found) == 1
     assert found[0]["where"] == "ranks 0-1 on n1"
-    assert "srun --gpus-per-task=1" in found[0]["mend"]
+    assert "srun --gpus-per-task=1" in found[0]["fix"]
     code, out, _ = srun("-N1 -n2 --gpus-per-node=2 --gpu-bind=map_gpu:0,1", "--quick", "--json", python=python)
     assert [finding for finding in bad(json.loads(out)) if "device" in finding["what"]] == []
 

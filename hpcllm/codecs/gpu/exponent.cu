@@ -1,4 +1,4 @@
-// `exp`: codecs/exponent_format.py draws its bytes, codecs/exponent_encode.py chooses windows; streams.cuh has the kernels.
+// `exp`: codecs/exponent_encode.py draws its bytes and chooses windows; tiles.cuh has the kernels.
 // A group walks over the values of its tile in rows of 32, one a lane. A ballot over the lanes is a word of a plane:
 //
 //     row w    value 32 w   value 32 w + 1   ..   value 32 w + 31     --ballot-->  word w of each plane, kept by lane w

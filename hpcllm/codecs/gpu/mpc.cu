@@ -1,4 +1,4 @@
-// `mpc`: codecs/mpc.py draws its four stages, streams.cuh has the kernels. A group walks over the 1024 words of its tile 32
+// `mpc`: codecs/mpc.py draws its four stages, tiles.cuh has the kernels. A group walks over the 1024 words of its tile 32
 // at a time, one a lane; differences and the transpose are shuffles.
 //
 // The stages are run twice, to measure and to write, rather than kept: 4 + 4 bytes read and about 3.7 written for an fp32,

@@ -1,4 +1,4 @@
-// int8, int4 and fp8 on a device: the arithmetic of codecs/quantise.py, codecs/fp8.py and codecs/rounding.py.
+// int8, int4 and fp8 on a device: the arithmetic of codecs/quantise.py.
 //
 //     values   q q q q ..  q     quads of 4 values: a lane takes one, the next lane the next one
 //     step     128 values        what a group takes at once

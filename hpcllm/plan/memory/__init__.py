@@ -1,9 +1,9 @@
-"""What each rank holds. Pure.
+"""Predict what each rank holds. Pure.
 
-ledger.py, sizes.py                bytes that come and go; forward_pass.py, backward_pass.py: line by line, of one pass
-moments.py                         when a schedule holds most
-of_run.py                          the ranks of a run file: exact, for our trainer
-own.py, megatron.py                the ranks of a layout, of our trainer and of Megatron-LM (megatron_passes.py)
+sizes.py                           sizes of a microbatch's tensors; a ledger of bytes that come and go
+forward_pass.py, backward_pass.py  the bytes of one pass, line by line
+peak_points.py                     the points of a schedule at which a rank may hold most
+predict.py                         ranks of a run file or of a layout of our trainer: exact; and a lower bound
+megatron.py                        ranks of a layout of Megatron-LM and its kin
 stage_memory.py                    both, with what a device needs besides tensors
-least.py                           what no layout is below
 """

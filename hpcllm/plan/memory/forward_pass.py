@@ -1,13 +1,13 @@
-"""What the forward pass of a microbatch through a chunk takes, and what it keeps for the backward pass: line by line.
+"""Count the bytes that the forward pass of a microbatch through a chunk takes and keeps, line by line.
 
-    x --norm--> [q k v] --turn, attention--> [output] --> + --norm--> [gate up] --silu x--> [down] --> +
+    x --norm--> [q k v] --rotate, attention--> [output] --> + --norm--> [gate up] --silu x--> [down] --> +
     ^    ^       ^ ^ ^         ^  ^                       ^    ^        ^   ^        ^                      kept, "none"
     ^            ^ ^ ^                                    ^             ^   ^                               "selective"
     ^                                                                                                       "full"
 
 Each function stands for a piece of model/, and takes and drops tensors in the order in which that does. Linear layers
 go through their passes in three ways (model/linear.py): PyTorch's own; with weight gradients that come later; all that
-read one tensor as one operation, over tp and with "selective", where that tensor is made again.
+read one tensor as one operation, over tp and with "selective", where that tensor is recomputed.
 
 Not counted: a few numbers a token of the loss, and what one operation of PyTorch takes inside.
 """
@@ -15,13 +15,14 @@ Not counted: a few numbers a token of the loss, and what one operation of PyTorc
 from __future__ import annotations
 
 from hpcllm.model.shapes import StageSpan
-from hpcllm.plan.memory.ledger import Ledger, Use
-from hpcllm.plan.memory.sizes import Sizes
+from hpcllm.plan.memory.sizes import Ledger, Sizes, Use
 
 
 def forward(s: Sizes, span: StageSpan) -> Use:
-    """A forward pass. The net is what is kept; neither the chunk's input nor its output counts, if others make or
-    take it."""
+    """Count a forward pass; the net is what is kept for the backward pass.
+
+    Neither the chunk's input nor its output counts, if others make or take it.
+    """
     ledger = Ledger()
     if span.has_embedding:
         _embedding(ledger, s)
@@ -37,15 +38,15 @@ def forward(s: Sizes, span: StageSpan) -> Use:
 
 
 def _embedding(ledger: Ledger, s: Sizes) -> None:
-    ledger.take(s.whole, s.residual)
-    ledger.drop(s.whole)
+    ledger.take(s.gathered, s.residual)
+    ledger.drop(s.gathered)
     if s.model.positions == "learned":
         ledger.take(s.residual)
         ledger.drop(s.residual)
 
 
 def block(ledger: Ledger, s: Sizes, graph: bool) -> None:
-    """From the input, which stays, to the output behind it."""
+    """Count a block, from the input, which stays, to the output behind it."""
     graph = graph and s.level != "full"
     is_parallel = s.model.parallel_residual
     _attention(ledger, s, graph)
@@ -55,38 +56,38 @@ def block(ledger: Ledger, s: Sizes, graph: bool) -> None:
     ledger.take(s.residual)
     ledger.drop(s.residual)
     if not graph or is_parallel or not s.keeps_input:
-        ledger.drop(s.residual)  # of the sum in between
+        ledger.drop(s.residual)  # the sum in between
 
 
 def _attention(ledger: Ledger, s: Sizes, graph: bool) -> None:
     q, k = s.queries, s.keys
-    norm(ledger, s, graph and not s.remakes)
-    ledger.take(s.whole, q, k, k)
-    ledger.drop(s.whole)
-    if s.remakes or not graph:
+    norm(ledger, s, graph and not s.recomputes)
+    ledger.take(s.gathered, q, k, k)
+    ledger.drop(s.gathered)
+    if s.recomputes or not graph:
         ledger.drop(s.residual)
-    keeps_core = graph and not s.remakes
-    made = core(ledger, s)
+    keeps_core = graph and not s.recomputes
+    left = core(ledger, s)
     if not keeps_core:
-        ledger.drop(made)
+        ledger.drop(left)
     _rows(ledger, s, q)
     if not keeps_core:
         ledger.drop(q)
     if not graph:
         ledger.drop(q, k, k)
     elif keeps_core:
-        ledger.drop(raw(s))
+        ledger.drop(unkept(s))
 
 
 def core(ledger: Ledger, s: Sizes) -> int:
-    """From query, key and value to attention's result behind them; returns what it leaves besides that."""
+    """Count attention from query, key and value to the result; return the bytes it leaves besides the result."""
     q, k = s.queries, s.keys
     ordered = q + 2 * k if s.parts > 1 and s.samples > 1 else 0
     ledger.take(ordered)
     left = ordered
     if s.model.positions == "rotary":
         for size in (q, k):
-            _turn(ledger, s, size)
+            _rotate(ledger, s, size)
         left += q + k
         if ordered:
             ledger.drop(q, k)
@@ -99,20 +100,20 @@ def core(ledger: Ledger, s: Sizes) -> int:
     return left + mask + s.log_sums
 
 
-def raw(s: Sizes) -> int:
-    """What of queries, keys and values is not kept, for it was put in order or turned."""
+def unkept(s: Sizes) -> int:
+    """Return the bytes of queries, keys and values that are not kept, as they were reordered or rotated."""
     if s.parts > 1 and s.samples > 1:
         return s.queries + 2 * s.keys
     return s.queries + s.keys if s.model.positions == "rotary" else 0
 
 
-def _turn(ledger: Ledger, s: Sizes, size: int) -> None:
-    """Rotary positions: the turned tensor behind the one that was read; products in float32."""
-    turned = size * s.model.turned_channels // s.model.head_dim
-    wide = s.as_float32(turned)
-    ledger.take(wide, turned if s.item_bytes == 4 else wide, wide)
-    ledger.drop(wide, turned if s.item_bytes == 4 else wide)
-    if s.item_bytes < 4 or turned < size:
+def _rotate(ledger: Ledger, s: Sizes, size: int) -> None:
+    """Count rotary positions: the rotated tensor behind the one that was read; products in float32."""
+    rotated = size * s.model.turned_channels // s.model.head_dim
+    wide = s.as_float32(rotated)
+    ledger.take(wide, rotated if s.item_bytes == 4 else wide, wide)
+    ledger.drop(wide, rotated if s.item_bytes == 4 else wide)
+    if s.item_bytes < 4 or rotated < size:
         ledger.take(size)
         ledger.drop(wide)
 
@@ -122,21 +123,21 @@ def _mask(s: Sizes) -> int:
 
 
 def _rows(ledger: Ledger, s: Sizes, inputs: int) -> None:
-    """A layer that reads what tp splits: its result, on the residual path."""
+    """Count a layer whose input is split over tp: its result, on the residual stream."""
     strided = inputs if s.parts > 1 and inputs == s.queries and s.samples > 1 else 0
-    ledger.take(strided, s.whole, s.residual)
-    ledger.drop(strided, s.whole)
+    ledger.take(strided, s.gathered, s.residual)
+    ledger.drop(strided, s.gathered)
 
 
 def _feed_forward(ledger: Ledger, s: Sizes, graph: bool) -> None:
     gated = s.model.activation == "swiglu"
-    norm(ledger, s, graph and not s.remakes)
-    ledger.take(s.whole, s.ffn, s.ffn * gated)
-    ledger.drop(s.whole)
-    if s.remakes or not graph:
+    norm(ledger, s, graph and not s.recomputes)
+    ledger.take(s.gathered, s.ffn, s.ffn * gated)
+    ledger.drop(s.gathered)
+    if s.recomputes or not graph:
         ledger.drop(s.residual)
     ledger.take(s.ffn, s.ffn * gated)
-    keeps_act = graph and not s.remakes
+    keeps_act = graph and not s.recomputes
     if not keeps_act:
         ledger.drop(s.ffn * gated)
     _rows(ledger, s, s.ffn)
@@ -147,7 +148,7 @@ def _feed_forward(ledger: Ledger, s: Sizes, graph: bool) -> None:
 
 
 def norm(ledger: Ledger, s: Sizes, graph: bool) -> int:
-    """Leaves the result; and with a graph what its gradient needs besides the input, which is returned."""
+    """Count a norm, which leaves its result; return the bytes that its gradient needs besides the input."""
     row, wide = 4 * s.tokens // s.parts, s.as_float32(s.residual)
     if s.model.norm == "layernorm":
         kept = 2 * row
@@ -167,20 +168,21 @@ def norm(ledger: Ledger, s: Sizes, graph: bool) -> int:
 
 
 def norm_keeps(s: Sizes) -> int:
+    """Return the bytes that a norm keeps for its gradient besides the input."""
     return norm(Ledger(), s, True)
 
 
 def _head(ledger: Ledger, s: Sizes) -> None:
     scores = s.tokens * s.vocabulary
-    norm(ledger, s, graph=bool(s.loss_tokens) or not s.remakes)
-    ledger.take(s.whole)
+    norm(ledger, s, graph=bool(s.loss_tokens) or not s.recomputes)
+    ledger.take(s.gathered)
     if s.loss_tokens:
         piece = min(s.loss_tokens, s.tokens) * s.vocabulary
         ledger.take(piece * s.item_bytes, 4 * piece if s.item_bytes < 4 else 0)
-        ledger.drop(piece * s.item_bytes, 4 * piece if s.item_bytes < 4 else 0, s.whole)
+        ledger.drop(piece * s.item_bytes, 4 * piece if s.item_bytes < 4 else 0, s.gathered)
     else:
         ledger.take(scores * s.item_bytes)
-        ledger.drop(s.whole, s.residual if s.remakes else 0)
+        ledger.drop(s.gathered, s.residual if s.recomputes else 0)
         wide = 4 * scores if s.item_bytes < 4 else 0
         ledger.take(wide, 4 * scores)  # log of the softmax, which stays
         ledger.drop(wide, scores * s.item_bytes)
@@ -189,6 +191,6 @@ def _head(ledger: Ledger, s: Sizes) -> None:
 
 
 def head_keeps_input(s: Sizes) -> bool:
-    """As Sizes.keeps_input; the head is never one of the blocks that run again."""
-    remakes = s.remakes and not s.loss_tokens
-    return remakes or s.item_bytes == 4 or s.model.norm == "layernorm"
+    """Return True if the head's norm keeps its input, as Sizes.keeps_input; the head is never recomputed as a whole."""
+    recomputes = s.recomputes and not s.loss_tokens
+    return recomputes or s.item_bytes == 4 or s.model.norm == "layernorm"

@@ -1,27 +1,60 @@
-"""Sizes of the tensors of one microbatch on one rank, in bytes. Pure."""
+"""Sizes of the tensors of one microbatch on one rank, and a ledger of bytes that come and go. Pure.
+
+take 4   take 2   drop 4   take 3          Use(peak=6, net=5)
+....     ......   ..       .....
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hpcllm.config import ModelConfig
+from hpcllm.config.schema import ModelConfig
+from hpcllm.plan.layouts import Layout
+from hpcllm.plan.models import Model
 
 Level = Literal["none", "selective", "full"]
 
 
+@dataclass(frozen=True)
+class Use:
+    """Change of the memory in use by a stretch of work, counted from where it starts."""
+
+    peak: int
+    net: int
+
+
+@dataclass
+class Ledger:
+    """Bytes in use, and the most that there were."""
+
+    now: int = 0
+    peak: int = 0
+
+    def take(self, *sizes: int) -> None:
+        """Add tensors, sizes in bytes; the last is taken while all others are still there."""
+        self.now += sum(sizes)
+        self.peak = max(self.peak, self.now)
+
+    def drop(self, *sizes: int) -> None:
+        self.now -= sum(sizes)
+
+    def use(self) -> Use:
+        return Use(self.peak, self.now)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What decides the sizes of a microbatch's tensors on one rank."""
+    """Shape, layout and choices that decide the sizes of a microbatch's tensors on one rank."""
 
     model: ModelConfig
-    samples: int  # of a microbatch
+    samples: int  # samples of a microbatch
     sequence: int
     vocabulary: int  # rows of the tables on this rank
     tp: int = 1
     sequence_parallel: bool = False
-    item_bytes: int = 4  # of weights and activations
-    level: Level = "none"
+    item_bytes: int = 4  # bytes of a weight or an activation
+    level: Level = "none"  # level of recomputation
     split: bool = False  # the backward pass comes in two halves
     loss_tokens: int = 0
 
@@ -31,26 +64,32 @@ class Sizes:
 
     @property
     def parts(self) -> int:
+        """Number of parts of the sequence on the residual stream."""
         return self.tp if self.sequence_parallel else 1
 
     @property
-    def remakes(self) -> bool:
-        """Whether what is cheap to make is made again in the backward pass."""
+    def recomputes(self) -> bool:
+        """True if cheap tensors are recomputed in the backward pass."""
         return self.level == "selective"
 
     @property
     def joint(self) -> bool:
-        """Whether the linear layers that read one tensor are one operation."""
-        return self.tp > 1 or self.remakes
+        """True if the linear layers that read one tensor are one operation."""
+        return self.tp > 1 or self.recomputes
+
+    @property
+    def keeps_input(self) -> bool:
+        """True if the input of a norm stays; in 16 bit an RMSNorm keeps a float32 copy in its place."""
+        return self.recomputes or self.level == "full" or self.item_bytes == 4 or self.model.norm == "layernorm"
 
     @property
     def residual(self) -> int:
-        """A tensor of the residual stream, this rank's part of the sequence."""
+        """Bytes of a tensor of the residual stream, this rank's part of the sequence."""
         return self.channels(self.model.hidden) // self.parts
 
     @property
-    def whole(self) -> int:
-        """The same, gathered; 0 where that is no tensor of its own."""
+    def gathered(self) -> int:
+        """Bytes of a tensor of the residual stream, gathered over tp; 0 where that is no tensor of its own."""
         return self.channels(self.model.hidden) if self.parts > 1 else 0
 
     @property
@@ -67,23 +106,34 @@ class Sizes:
 
     @property
     def log_sums(self) -> int:
-        """What attention keeps of its scores: a float32 for each query."""
+        """Bytes that attention keeps of its scores: a float32 for each query."""
         return 4 * self.tokens * self.model.heads // self.tp
 
     def with_split(self, split: bool) -> Sizes:
         return replace(self, split=split)
 
     def channels(self, channels: int) -> int:
+        """Return the bytes of a tensor of so many channels a token."""
         return self.tokens * channels * self.item_bytes
 
     def as_float32(self, size: int) -> int:
+        """Return the bytes of a tensor of this size once its values are float32."""
         return size * 4 // self.item_bytes
 
     def weights(self, *outputs: int) -> int:
-        """Of layers that read the residual stream, or write it."""
+        """Return the bytes of the weights of layers that read the residual stream, or write it."""
         return sum(outputs) * self.model.hidden * self.item_bytes
 
-    @property
-    def keeps_input(self) -> bool:
-        """Whether the input of a norm stays; in 16 bit an RMSNorm keeps a float32 copy in its place."""
-        return self.remakes or self.level == "full" or self.item_bytes == 4 or self.model.norm == "layernorm"
+
+def layout_sizes(model: Model, layout: Layout) -> Sizes:
+    """Return the sizes on the rank over tp that has most rows of the vocabulary."""
+    return Sizes(
+        model=model.shape,
+        samples=layout.micro_batch,
+        sequence=model.sequence,
+        vocabulary=-(-model.shape.vocabulary // layout.tp),
+        tp=layout.tp,
+        sequence_parallel=layout.sequence_parallel,
+        item_bytes=layout.item_bytes,
+        level=layout.recompute,
+    )

@@ -1,8 +1,8 @@
-"""What a rank of each pipeline stage holds, whoever trains, and what its device has to have for that. Pure.
+"""Predict what a rank of each pipeline stage holds, for either trainer, and what its device has to have. Pure.
 
-    tensors     parameters, gradients, optimizer | activations, buffers      own_memory.py, megatron_memory.py
+    tensors     parameters, gradients, optimizer | activations, buffers      predict.py, megatron.py
     reserved    driver, kernels, communicators; gaps between tensors of microbatches that come and go by turns
-    cached      what the allocator holds for later while there is room: a monitor shows it, another tensor may have it
+    cached      held by the allocator for later while there is room: a monitor shows it, another tensor may have it
 
     fits: tensors + reserved <= what the driver leaves of the device          a monitor: tensors + reserved + cached
 
@@ -16,64 +16,65 @@ from dataclasses import dataclass
 from hpcllm.plan.layouts import Layout
 from hpcllm.plan.machine import Machine
 from hpcllm.plan.memory.megatron import BUCKET, megatron_memory
-from hpcllm.plan.memory.own import own_memory
+from hpcllm.plan.memory.predict import layout_memory
 from hpcllm.plan.models import Model
 
 # Of driver and kernels, and of each axis' communicators: 1.6e9 with one, as BLOOM's chronicles say of an idle A100
 CONTEXT_BYTES = 1.1e9
 COMMUNICATOR_BYTES = 0.5e9
-# of what is kept of several microbatches: of 0, 0.1, 0.15 and 0.2 it tells llama-13b's rows apart best
+# share of what is kept of several microbatches: of 0, 0.1, 0.15 and 0.2 it tells llama-13b's rows apart best
 GAPS = 0.15
-CACHED_BUCKETS = 5  # of BUCKET gradients in float32: all 16 stages of LUMI's 175B runs have 10 GB more than their peak
+CACHED_BUCKETS = 5  # of BUCKET float32 gradients: all 16 stages of LUMI's 175B runs have 10 GB more than their peak
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "reserved")
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of the rank of a stage that holds most."""
+    """Bytes of the rank of a pipeline stage that holds most."""
 
-    stage: int  # of the pipeline: a rank with all its chunks
+    stage: int  # pipeline rank, with all its chunks
     parameters: float
     gradients: float
     optimizer: float
-    activations: float  # the most that a step has at once
+    activations: float  # at their peak in a step
     buffers: float
-    reserved: float  # that no tensor can have
-    gaps: float = 0.0  # of it, between tensors
+    reserved: float  # not available to tensors
+    gaps: float = 0.0  # part of reserved: between tensors
     cached: float = 0.0  # at most
 
     @property
     def allocated_bytes(self) -> float:
-        """Between two steps."""
+        """Bytes held between two steps."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def peak_bytes(self) -> float:
-        """Of tensors, in a step."""
+        """Bytes of tensors at their peak in a step."""
         return self.allocated_bytes + self.activations + self.buffers
 
     @property
     def device_bytes(self) -> float:
-        """What the device has to have."""
+        """Bytes that the device has to have."""
         return self.peak_bytes + self.reserved
 
     def as_gb(self) -> dict[str, float]:
-        """All of it in GB of 1e9 bytes, under the names that JSON has."""
+        """Return all of it in GB of 1e9 bytes, under the keys of --json."""
         totals = {"allocated": self.allocated_bytes, "peak": self.peak_bytes, "device": self.device_bytes}
         sizes = totals | {part: getattr(self, part) for part in PARTS}
         return {"stage": self.stage} | {key: size / 1e9 for key, size in sizes.items()}
 
     def shown_bytes(self, usable_bytes: float) -> float:
-        """What a monitor of the device shows, which has so many."""
+        """Return what a monitor shows of a device with usable_bytes."""
         return max(self.device_bytes, min(self.device_bytes + self.cached, usable_bytes))
 
 
 def stage_memory(model: Model, layout: Layout, global_batch: int, machine: Machine) -> tuple[StageMemory, ...]:
-    """Of each pipeline rank. Raises ConfigError where layout and batch do not fit together."""
+    """Predict for each pipeline rank. Raises ConfigError where layout and batch do not fit together."""
     is_host = machine.device.family == "cpu"
-    beside = 0.0 if is_host else CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(n > 1 for n in _axes(layout))
+    communicators = sum(n > 1 for n in (layout.dp, layout.pp, layout.tp))
+    beside = 0.0 if is_host else CONTEXT_BYTES + COMMUNICATOR_BYTES * communicators
     if layout.trainer == "megatron":
-        return _theirs(model, layout, global_batch, beside)
+        return _megatron_stages(model, layout, global_batch, beside)
     return tuple(
         StageMemory(
             stage=stage,
@@ -84,15 +85,11 @@ def stage_memory(model: Model, layout: Layout, global_batch: int, machine: Machi
             buffers=rank.buffers + (rank.checkpoint if is_host else 0),  # a copy in the host's memory
             reserved=beside,
         )
-        for stage, rank in enumerate(own_memory(model, layout, global_batch))
+        for stage, rank in enumerate(layout_memory(model, layout, global_batch))
     )
 
 
-def _axes(layout: Layout) -> tuple[int, int, int]:
-    return layout.dp, layout.pp, layout.tp
-
-
-def _theirs(model: Model, layout: Layout, global_batch: int, beside: float) -> tuple[StageMemory, ...]:
+def _megatron_stages(model: Model, layout: Layout, global_batch: int, beside: float) -> tuple[StageMemory, ...]:
     return tuple(
         StageMemory(
             stage=stage,

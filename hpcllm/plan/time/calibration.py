@@ -1,10 +1,10 @@
-"""From what was measured in an allocation to a machine file that --machine reads. Pure.
+"""Make a machine file, which --machine reads, of measurements in an allocation. Pure.
 
     results.json, of `perf step --calibrate`    kernels, links, where and when --+
     tuning.toml, of `perf tune`                 the links of a larger job -------+--> my-machine.toml
 
 A file of `tune` takes the place of the links that came with the kernels: one rank, or one node, is enough for those.
-Everything in the file was measured; what no rank can measure, such as power, is left out, and what is usual holds.
+Everything in the file was measured; values that no rank can measure, such as power, are left out, and usual ones hold.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcllm.collectives.tuning import Tuning, from_tables, load_tuning, to_text
+from hpcllm.config.machines import peak_of_device
 from hpcllm.errors import ConfigError
-from hpcllm.machines import peak_of_device
 from hpcllm.plan.time.kernel_times import KernelTimes, MeasuredKernels, read_measured_kernels
 
 FACTS: dict[str, tuple[type, ...]] = {
@@ -32,7 +32,7 @@ FACTS: dict[str, tuple[type, ...]] = {
     "threads": (int,),
     "memory_gb": (int, float),
 }
-FAMILIES_OF = (  # words of a GPU's name -> key of families.py
+FAMILIES_OF = (  # words of a GPU's name -> key of roofline.FAMILIES
     (("MI250", "MI210"), "amd-cdna2"),
     (("MI300", "MI325"), "amd-cdna3"),
     (("H100", "H200", "GH200", "H800"), "nvidia-hopper"),
@@ -45,7 +45,7 @@ LINE = 110  # characters
 
 
 def machine_text(paths: Sequence[Path]) -> str:
-    """A machine file of one results file and any number of tuning files, the last of which counts.
+    """Write a machine file of one results file and any number of tuning files, the last of which counts.
 
     Raises ConfigError, with file, key and value.
     """
@@ -109,7 +109,7 @@ def _head(facts: dict[str, Any]) -> list[str]:
 
 
 def _device(facts: dict[str, Any], kernels: MeasuredKernels) -> list[str]:
-    """Of a CPU a rank's share; its peak is not known, so the best product stands for it."""
+    """Write [device]; of a CPU a rank's share, whose peak is not known: the best product stands for it."""
     times = next(times for name in ("bf16", "fp16", "fp32") if (times := kernels.types.get(name)))
     best = max(max(grid.values) for grid in times.products.values())
     peak = peak_of_device(facts["device"]) if facts["kind"] != "cpu" else None
@@ -127,7 +127,7 @@ def _device(facts: dict[str, Any], kernels: MeasuredKernels) -> list[str]:
 
 
 def _family(name: str) -> str:
-    """Of a GPU by the name that its driver gives."""
+    """Return the family of a GPU by the name that its driver gives."""
     return next((family for words, family in FAMILIES_OF if any(word in name for word in words)), "other")
 
 
@@ -137,7 +137,7 @@ def _memory_gb_s(times: KernelTimes) -> float:
 
 
 def _links(tuning: Tuning) -> list[str]:
-    """Line rates stand in for what MPI measured, so shares of them are 1."""
+    """Write [links] and [network]: rates are what MPI measured, so shares of them are 1."""
     rates = tuning.rates
     near, far = rates.near, rates.far
     lines = ["", "[links]", *(f"{key} = {near.bandwidth_gb_s:.4g}" for key in ("pair_gb_s", "package_gb_s"))]

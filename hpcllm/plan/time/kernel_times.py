@@ -1,9 +1,9 @@
-"""What kernels take on a device of one machine, as `perf step --calibrate` measured them. Pure.
+"""Interpolate times of kernels on a device of one machine, as `perf step --calibrate` measured them. Pure.
 
     curve       seconds of a kernel by the values it goes over      ~                        .'
     products    TFLOP/s of x w^T, g w and g^T x by (m, n, k)        seconds               .'      beyond the last size:
     attention   seconds of a head by (sequence, channels)                     _.-'''         in proportion
-                                                                    ---------'   before the first: what a call costs
+                                                                    ---------'   before the first: the cost of a call
 
 Between sizes that were measured, logarithms are interpolated: a rate that grows by a power of the size stays a line.
 All numbers are of one rank while all ranks of its node do the same.
@@ -28,7 +28,7 @@ CURVES = (
 )  # fmt: skip
 PRECISIONS = ("fp32", "bf16", "fp16")
 FRESH_BYTES = 32 << 20  # glibc's largest M_MMAP_THRESHOLD: smaller results come from the process's own heap
-SHARED_CURVES = ("allreduce", "reduce_scatter", "allgather")  # of arrays in a node's shared memory
+SHARED_CURVES = ("allreduce", "reduce_scatter", "allgather")  # collectives of arrays in a node's shared memory
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,19 @@ class Curve:
         if size >= self.sizes[-1]:
             return self.seconds[-1] * size / self.sizes[-1]
         low, share = _between(self.sizes, size)
-        return math.exp(_mixed(math.log(self.seconds[low]), math.log(self.seconds[low + 1]), share))
+        first = math.log(self.seconds[low])
+        return math.exp(first + share * (math.log(self.seconds[low + 1]) - first))
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A number by several sizes, all of which take the same values, or each its own; the last one varies fastest."""
+    """A number by several sizes on a grid; the last size varies fastest."""
 
     axes: tuple[tuple[float, ...], ...]
     values: tuple[float, ...]
 
     def at(self, *sizes: float) -> float:
-        """Interpolated; beyond the ends what was measured there."""
+        """Interpolate; beyond the ends take what was measured there."""
         corners = [self._sides(axis, size) for axis, size in zip(self.axes, sizes, strict=True)]
         total = 0.0
         for corner in itertools.product(*corners):
@@ -78,33 +79,33 @@ class Grid:
         return [(low, 1.0 - share), (low + 1, share)]
 
 
-@dataclass(frozen=True, eq=False)  # as a key of a cache it stands for itself
+@dataclass(frozen=True, eq=False)  # identity is its key in caches
 class KernelTimes:
-    """Of one type of values: fp32, bf16 or fp16."""
+    """Times of kernels for one type of values: fp32, bf16 or fp16."""
 
     products: Mapping[str, Grid]  # TFLOP/s by m, n, k, for each of ORIENTATIONS
     attention: Mapping[str, Grid]  # "forward", "backward": seconds of a head by its sequence and its channels
     curves: Mapping[str, Curve]
 
     def product_s(self, orientation: str, m: float, n: float, k: float) -> float:
-        """Of an m x k matrix by a k x n one. Below the smallest size it takes as long as there."""
+        """Return the seconds of an m x k by k x n product. Below the smallest size it takes as long as there."""
         grid = self.products[orientation]
         flops = 2.0 * math.prod(max(size, axis[0]) for size, axis in zip((m, n, k), grid.axes, strict=True))
         return flops / grid.at(m, n, k) / 1e12
 
     def attention_s(self, way: str, heads: float, sequence: float, channels: float) -> float:
-        """Of so many heads of a causal attention; longer than measured, work grows as sequence^2 x channels."""
+        """Return the seconds of causal attention; longer than measured, work grows as sequence^2 x channels."""
         grid = self.attention[way]
         lengths, widths = grid.axes
         beyond = max(1.0, sequence / lengths[-1]) ** 2 * max(1.0, channels / widths[-1])
         return heads * grid.at(sequence, channels) * beyond
 
     def curve_s(self, kernel: str, values: float) -> float:
-        """Raises KeyError for a kernel that is not measured by itself."""
+        """Return the seconds of a kernel with a curve. Raises KeyError for one that is not measured by itself."""
         return self.curves[kernel].at(values)
 
     def pages_s(self, size_bytes: float) -> float:
-        """What a CPU's result of that size costs beyond its work: the system gives its memory page by page."""
+        """Return what a CPU's result of that size costs beyond its work: the system gives its memory page by page."""
         if size_bytes < FRESH_BYTES:
             return 0.0
         values = size_bytes / 4
@@ -113,24 +114,24 @@ class KernelTimes:
 
 @dataclass(frozen=True, eq=False)
 class MeasuredKernels:
-    """Of a device, for each type of values that was measured."""
+    """Times of kernels on a device, for each type of values that was measured."""
 
     types: Mapping[str, KernelTimes]  # by precision: fp32, bf16, fp16
 
     def of(self, item_bytes: int) -> KernelTimes | None:
-        """For values of that size, None if they were not measured."""
+        """Return the times for values of that size, None if they were not measured."""
         names = ("fp32",) if item_bytes == 4 else ("bf16", "fp16")
         return next((self.types[name] for name in names if name in self.types), None)
 
 
 def read_measured_kernels(table: Any) -> MeasuredKernels:
-    """The tables [kernels.fp32...] of a machine file. Raises ConfigError."""
+    """Read the tables [kernels.fp32...] of a machine file. Raises ConfigError."""
     types = _tables("kernels", table, (), PRECISIONS)
     return MeasuredKernels({name: read_kernel_times(f"kernels.{name}", each) for name, each in types.items()})
 
 
 def read_kernel_times(title: str, table: Any) -> KernelTimes:
-    """From the tables of a file, every key, type and range checked. Raises ConfigError."""
+    """Read the times of one type of values; every key, type and range is checked. Raises ConfigError."""
     parts = _tables(title, table, ("products", "attention", "curves"))
     products = _tables(f"{title}.products", parts["products"], ("sizes", *ORIENTATIONS))
     sizes = _numbers(f"{title}.products.sizes", products["sizes"], grows=True)
@@ -160,7 +161,7 @@ def _curve(title: str, table: Any) -> Curve:
 
 
 def _tables(title: str, table: Any, keys: Sequence[str], others: Sequence[str] = ()) -> dict[str, Any]:
-    """A table that has all of `keys`, and nothing but these and `others`."""
+    """Check that a table has all of `keys`, and nothing but these and `others`."""
     if not isinstance(table, dict):
         raise ConfigError(f"{title} = {table!r} should be a table")
     for key in keys:
@@ -176,7 +177,7 @@ def _numbers(title: str, values: Any, grows: bool = False) -> tuple[float, ...]:
     if not isinstance(values, list) or not values:
         raise ConfigError(f"{title} = {values!r} should be a list of numbers above 0")
     for value in values:
-        if type(value) not in (int, float) or not 1e-15 <= value <= 1e15:  # also refuses NaN
+        if type(value) not in (int, float) or not 1e-15 <= value <= 1e15:  # also rejects NaN
             raise ConfigError(f"{title} holds {value!r}; valid: finite numbers above 0")
     if grows and any(after <= before for before, after in itertools.pairwise(values)):
         raise ConfigError(f"{title} = {values!r} should grow")
@@ -184,10 +185,6 @@ def _numbers(title: str, values: Any, grows: bool = False) -> tuple[float, ...]:
 
 
 def _between(axis: Sequence[float], size: float) -> tuple[int, float]:
-    """The place before `size`, and how far it is on the way to the next, in logarithms."""
+    """Return the index before `size`, and how far `size` is on the way to the next, in logarithms."""
     low = bisect_right(axis, size) - 1
     return low, math.log(size / axis[low]) / math.log(axis[low + 1] / axis[low])
-
-
-def _mixed(first: float, second: float, share: float) -> float:
-    return first + share * (second - first)

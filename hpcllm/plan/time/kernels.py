@@ -1,9 +1,9 @@
-"""What a device runs in the passes of a microbatch: matrix products, fused attention, and kernels that only move bytes.
+"""List the kernels of the passes of a microbatch: matrix products, fused attention, and kernels that only move bytes.
 
     forward    norm [q k v] turn  attention  [output] drop+add   norm [up] act [down] drop+add        [...] products
     backward   the same from its end: two products for each, g w for the input and g^T x for the weight, and the sum of
                the gradients
-    again      what recomputation repeats in front of the backward pass: the block, or its attention
+    recompute  what recomputation repeats in front of the backward pass: the block, or its attention
 
 Each kernel says its shape and what it reads and writes; roofline.py says how long that takes. Bytes follow from the
 operations, e the bytes of a value: a fused LayerNorm reads x and writes y, 2e a value; one of PyTorch's operations in
@@ -15,10 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hpcllm.config import ModelConfig
+from hpcllm.config.schema import ModelConfig
 from hpcllm.plan.layouts import Layout
 from hpcllm.plan.models import Model
-from hpcllm.plan.time.data_parallel import gradient_bytes
 
 Orientation = Literal["forward", "input", "weight"]  # x w^T, g w, g^T x
 SCORES = ("materialized", "unfused")  # kinds of attention that write their scores to memory
@@ -26,7 +25,7 @@ SCORES = ("materialized", "unfused")  # kinds of attention that write their scor
 
 @dataclass(frozen=True)
 class Product:
-    """An m x k matrix by a k x n one, `batch` times."""
+    """Multiply an m x k matrix by a k x n one, `batch` times."""
 
     m: float
     n: float
@@ -46,18 +45,18 @@ class Product:
 
 @dataclass(frozen=True)
 class Flash:
-    """Causal attention that keeps its scores on the chip: of all heads of a microbatch."""
+    """Causal attention that keeps its scores on the chip, for all heads of a microbatch."""
 
-    heads: float  # of all its samples
+    heads: float  # number of heads, times samples of the microbatch
     sequence: float
-    channels: float  # of a head
+    channels: float  # number of channels of a head
     backward: bool
     first_version: bool
     item_bytes: int = 2
 
     @property
     def flops(self) -> float:
-        """As if no score were masked, nothing made again."""
+        """Number of FLOPs as if no score were masked and nothing recomputed."""
         return (8.0 if self.backward else 4.0) * self.heads * self.sequence**2 * self.channels
 
     @property
@@ -67,7 +66,7 @@ class Flash:
 
 @dataclass(frozen=True)
 class Stream:
-    """A kernel, or several, that go over memory. kernel: as kernel_times.py calls it, where that measures it."""
+    """One or several kernels that go over memory. kernel: as kernel_times.py names it, where that measures it."""
 
     kernel: str
     values: float
@@ -88,14 +87,14 @@ class Piece:
     """The kernels of a part of the model, for one microbatch on one rank."""
 
     forward: Kernels = ()
-    backward: Kernels = ()  # but weights' gradients
-    weight: Kernels = ()
-    again: Kernels = ()
+    backward: Kernels = ()  # without weights' gradients
+    weight: Kernels = ()  # weights' gradients
+    recompute: Kernels = ()  # forward kernels that run again before the backward pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """What decides the kernels of a microbatch on one rank."""
+    """Sizes and choices that decide the kernels of a microbatch on one rank."""
 
     model: ModelConfig
     sequence: int
@@ -115,17 +114,17 @@ class Microbatch:
 
     @property
     def residual(self) -> float:
-        """Values of the residual stream: of a part of the sequence, where tp splits that."""
+        """Number of values of the residual stream: of a part of the sequence, where tp splits that."""
         return self.tokens * self.model.hidden / (self.tp if self.sequence_parallel else 1)
 
     @property
     def heads(self) -> float:
-        """Of all samples."""
+        """Number of heads of this rank, of all samples."""
         return self.samples * self.model.heads / self.tp
 
     @property
     def queries(self) -> float:
-        """Channels of all heads of this rank."""
+        """Number of query channels of all heads of this rank."""
         return self.model.heads * self.model.head_dim / self.tp
 
     @property
@@ -134,12 +133,12 @@ class Microbatch:
 
     @property
     def dropout(self) -> bool:
-        """Whether the model is of the kind that others train with dropout: GPT's, with biases everywhere."""
+        """True for models that others train with dropout: GPT's, with biases everywhere."""
         return not self.ours and self.model.biases == "all"
 
 
 def microbatch_of(model: Model, layout: Layout) -> Microbatch:
-    """Without what the layout says of pipelines and replicas."""
+    """Take from a layout what its kernels depend on: nothing of pipelines and replicas."""
     kept = gradient_bytes(layout)
     return Microbatch(
         model=model.shape,
@@ -156,8 +155,15 @@ def microbatch_of(model: Model, layout: Layout) -> Microbatch:
     )
 
 
+def gradient_bytes(layout: Layout) -> float:
+    """Return the bytes of a parameter's gradient, in all the copies that the trainer keeps."""
+    if layout.gradient_bytes:
+        return layout.gradient_bytes
+    return {"fp32": 4, "fp16": 2, "bf16": 6}[layout.precision] if layout.trainer == "megatron" else 4
+
+
 def linear(b: Microbatch, tokens: float, outputs: float, inputs: float) -> Piece:
-    """A layer of weights: its product, those of its gradients, and the sum of the weight's."""
+    """List the kernels of a linear layer: its product, those of its gradients, and the sum of the weight's."""
     e = b.item_bytes
     return Piece(
         (Product(tokens, outputs, inputs, 1.0, "forward", e),),
@@ -167,8 +173,10 @@ def linear(b: Microbatch, tokens: float, outputs: float, inputs: float) -> Piece
 
 
 def norm(b: Microbatch) -> Piece:
-    """Fused: x in, y out; back x, g in, g out, and x, g once more for the weight. Otherwise about ten kernels of
-    PyTorch's, all but the first and last in float32."""
+    """List the kernels of a norm. Fused: x in, y out; back x, g in, g out, and x, g once more for the weight.
+
+    Otherwise about ten kernels of PyTorch's, all but the first and last in float32.
+    """
     e, name = b.item_bytes, b.model.norm
     if b.fused_norm:
         forward, backward, launches = 2.0 * e, 5.0 * e, 1
@@ -181,18 +189,20 @@ def norm(b: Microbatch) -> Piece:
 
 
 def addition(b: Microbatch) -> Piece:
-    """The end of a branch: (bias, dropout with its mask, and) the sum with the residual stream; back the sum of both
-    branches' gradients."""
+    """List the kernels at the end of a branch: (bias, dropout with its mask, and) the sum with the residual stream.
+
+    Back: the sum of both branches' gradients.
+    """
     e, bias = b.item_bytes, 1 if b.model.biases == "all" else 0
-    there, back = (3 * e + 1, 3 * e + 1) if b.dropout else (3 * e, bias * e)
+    forward, back = (3 * e + 1, 3 * e + 1) if b.dropout else (3 * e, bias * e)
     return Piece(
-        (Stream("add", b.residual, there),),
+        (Stream("add", b.residual, forward),),
         (Stream("add", b.residual, 3.0 * e), Stream("drop", b.residual, back, 2 * bool(back))),
     )
 
 
 def activation(b: Microbatch) -> Piece:
-    """GELU is one kernel, with its bias; SwiGLU two, silu and the product."""
+    """List the kernels of the activation function: GELU one, with its bias; SwiGLU two, silu and the product."""
     e, values = b.item_bytes, b.tokens * b.model.ffn / b.tp
     if b.model.activation == "swiglu":
         return Piece((Stream("swiglu_forward", values, 5.0 * e, 2),), (Stream("swiglu_backward", values, 9.0 * e, 3),))
@@ -201,7 +211,7 @@ def activation(b: Microbatch) -> Piece:
 
 
 def rotary(b: Microbatch) -> Piece:
-    """x cos + turned x sin: four kernels, each way."""
+    """List the kernels of rotary positions: x cos + rotated x sin, four kernels each for queries and keys."""
     if b.model.positions != "rotary":
         return Piece()
     values = b.tokens * (b.queries + b.keys) * b.model.turned_channels / b.model.head_dim
@@ -210,12 +220,12 @@ def rotary(b: Microbatch) -> Piece:
 
 
 def core(b: Microbatch) -> Piece:
-    """Attention between its linear layers."""
+    """List the kernels of attention between its linear layers."""
     return _written_core(b) if b.attention in SCORES else _fused_core(b)
 
 
 def _fused_core(b: Microbatch) -> Piece:
-    """Heads are laid next to their tokens, or back, around it."""
+    """List fused attention, and around it the kernels that lay heads next to their tokens, or back."""
     e, first = b.item_bytes, b.attention == "flash1"
     sizes = (b.heads, float(b.sequence), float(b.model.head_dim))
     order = Stream("order", b.tokens * (b.queries + b.keys), 2.0 * e)
@@ -226,7 +236,7 @@ def _fused_core(b: Microbatch) -> Piece:
 
 
 def _written_core(b: Microbatch) -> Piece:
-    """Two products a head, and between them mask, scale, softmax and dropout over the whole square of scores.
+    """List two products a head, and between them mask, scale, softmax and dropout over the whole square of scores.
 
     Megatron-LM's softmax is one kernel, 2e a score and back 3e; PyTorch's own operations are seven, in float32.
     """
@@ -247,31 +257,33 @@ def _written_core(b: Microbatch) -> Piece:
     )
 
 
-def joined(*pieces: Piece) -> Piece:
+def concatenated(*pieces: Piece) -> Piece:
+    """Run pieces one after another."""
+
     def all_of(part: str) -> Kernels:
         return tuple(kernel for piece in pieces for kernel in getattr(piece, part))
 
-    return Piece(all_of("forward"), all_of("backward"), all_of("weight"), all_of("again"))
+    return Piece(all_of("forward"), all_of("backward"), all_of("weight"), all_of("recompute"))
 
 
 def block(b: Microbatch) -> Piece:
-    """One of the model's blocks, with what recomputation adds."""
+    """List the kernels of one of the model's blocks, with what recomputation adds."""
     m, t, up = b.model, b.tokens, b.model.ffn / b.tp
-    normed, turned, inside, active = norm(b), rotary(b), core(b), activation(b)
-    attention = (normed, *_columns(b, [b.queries, b.keys, b.keys]), turned, inside, linear(b, t, m.hidden, b.queries))
+    normed, rotated, inside, active = norm(b), rotary(b), core(b), activation(b)
+    attention = (normed, *_columns(b, [b.queries, b.keys, b.keys]), rotated, inside, linear(b, t, m.hidden, b.queries))
     gates = 2 if m.activation == "swiglu" else 1
     network = (normed, *_columns(b, [up] * gates), active, linear(b, t, m.hidden, up))
-    whole = joined(*attention, addition(b), *network, addition(b))
-    again = {
+    whole = concatenated(*attention, addition(b), *network, addition(b))
+    recompute = {
         "none": (),
-        "selective": joined(normed, turned, inside, normed, active).forward if b.ours else inside.forward,
+        "selective": concatenated(normed, rotated, inside, normed, active).forward if b.ours else inside.forward,
         "full": whole.forward,
     }
-    return replace(whole, again=again[b.recompute])
+    return replace(whole, recompute=recompute[b.recompute])
 
 
 def _columns(b: Microbatch, outputs: list[float]) -> list[Piece]:
-    """Layers that read one tensor: one product where others join their weights; ours are apart."""
+    """List the layers that read one tensor: one product where others join their weights; ours are apart."""
     if b.ours:  # the gradients that they give what they read are added up; over tp that is part of the products
         sums = (Stream("add", b.tokens * b.model.hidden, 3.0 * b.item_bytes),) * (len(outputs) - 1) * (b.tp == 1)
         return [*(linear(b, b.tokens, each, b.model.hidden) for each in outputs), Piece(backward=sums)]
@@ -279,7 +291,7 @@ def _columns(b: Microbatch, outputs: list[float]) -> list[Piece]:
 
 
 def embedding(b: Microbatch) -> Piece:
-    """Rows of the table; back, a gradient as large as the table, zero but for those rows, is added to its sum."""
+    """List the kernels of the embedding: rows of the table; back, its gradient, zero elsewhere, and the sum."""
     e, table = b.item_bytes, b.model.vocabulary * b.model.hidden / b.tp
     values = b.tokens * b.model.hidden
     return Piece(
@@ -290,8 +302,11 @@ def embedding(b: Microbatch) -> Piece:
 
 
 def head(b: Microbatch) -> Piece:
-    """The last norm, the output layer and the loss; never recomputed. Scores are float32 from the product on: copied,
-    their largest taken, exponents, their sum, the softmax; back, the softmax less the target, in 16 bit."""
+    """List the kernels of the last norm, the output layer and the loss; never recomputed.
+
+    Scores are float32 from the product on: copied, their largest taken, exponents, their sum, the softmax; back, the
+    softmax less the target, in 16 bit.
+    """
     outputs = b.model.vocabulary / b.tp
     scores, e = b.tokens * outputs, b.item_bytes
     loss = Piece(
@@ -299,9 +314,5 @@ def head(b: Microbatch) -> Piece:
         (Stream("loss_backward", scores, 12.0 + e, 2),),
     )
     if b.ours and b.tp > 1:  # this rank's part of the normaliser: model/loss.py
-        loss = joined(loss, Piece((Stream("largest", scores, 4.0), Stream("largest", scores, 4.0))))
-    return joined(norm(b), linear(b, b.tokens, outputs, b.model.hidden), loss)
-
-
-def flops(kernels: Kernels) -> float:
-    return sum(kernel.flops for kernel in kernels if not isinstance(kernel, Stream))
+        loss = concatenated(loss, Piece((Stream("largest", scores, 4.0), Stream("largest", scores, 4.0))))
+    return concatenated(norm(b), linear(b, b.tokens, outputs, b.model.hidden), loss)

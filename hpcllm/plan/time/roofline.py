@@ -1,4 +1,4 @@
-"""How long a kernel takes on a device: what it computes or what it moves, whichever is longer, and its start.
+"""Estimate how long a kernel takes on a device: what it computes or what it moves, whichever is longer, and its start.
 
     product    pieces of 256 x 128 results, one a multiprocessor at a time
 
@@ -8,35 +8,96 @@
     flash      what it computes, the causal half; a short sequence leaves more of the diagonal's pieces half used
     stream     bytes / what such kernels get of the memory's bandwidth
 
-A machine file with measured kernels (plan --calibrate) answers from those instead. Efficiencies: families.py. Pure.
+A machine file with measured kernels (plan --calibrate) answers from those instead. How well a type of device does it is
+one row a family, for every machine and every paper:
+
+    sustained    large matrix products in training / the best that a benchmark finds: power, clocks, operands in memory
+    stream       share of the memory's bandwidth of kernels that only read and write
+    scores       the same for kernels that go over attention's scores, and for the products that write them
+    flash_*      fused attention / large matrix products, by what it computes (the causal half), for long sequences
+    first_flash  its first version / its second
+    vector       products that matrix units do not take (float32, rows not aligned to 16 bytes) / peak of matrix units
+    launch_s     what a kernel costs beyond its work, while the host is ahead of the device
+    tiles        rows and columns of the pieces of a product, and how good they are
+
+Sources. sustained, scores of nvidia-ampere: rows of perf/plan/rows that are not held out; of amd-cdna2: the two of
+LUMI; of others: by likeness (devices that draw all their power in large products lower their clocks). stream: copies
+reach 80 to 90 % of HBM on NVIDIA, 75 to 80 % on others. flash: arXiv:2307.08691 figures 4 to 7, heads of 128 channels,
+on A100 and H100. vector: float32 of data sheets, of which two thirds are reached. tiles: those of cuBLAS on A100. Pure.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 from hpcllm.plan.machine import Device
-from hpcllm.plan.time.families import Family, Tiles, family_of
 from hpcllm.plan.time.kernel_times import KernelTimes
 from hpcllm.plan.time.kernels import Flash, Kernel, Kernels, Product, Stream
 
 FILL_K = 128  # a piece's first operands come and its results go in the time of so many products a value
 FLASH_K = 256  # positions of a sequence at which half of its time is lost
-ALIGNED_BYTES = 16  # of rows: less, and matrix units cannot read them
-SUM_BYTES = 12.0  # that a sum of float32 reads and writes for each value
-SPLITS = (1, 2, 4, 8)  # of k, where a product has too few pieces
+ALIGNED_BYTES = 16  # alignment of rows that matrix units need
+SUM_BYTES = 12.0  # read and written for each value by a sum of float32
+SPLITS = (1, 2, 4, 8)  # parts of k, where a product has too few pieces
+
+Tiles = tuple[tuple[int, int, float], ...]
+TILES: Tiles = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.72), (64, 64, 0.5))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Shares of what a device has at best; meanings and sources at the top of the file."""
+
+    sustained: float
+    stream: float
+    scores: float = 0.6
+    flash_forward: float
+    flash_backward: float
+    first_flash: float = 0.55
+    vector: float
+    launch_s: float
+    tiles: Tiles = TILES
+
+
+def _family(sustained: float, stream: float, flash: tuple[float, float], vector: float, launch_us: float) -> Family:
+    return Family(
+        sustained=sustained,
+        stream=stream,
+        flash_forward=flash[0],
+        flash_backward=flash[1],
+        vector=vector,
+        launch_s=1e-6 * launch_us,
+    )
+
+
+FAMILIES: dict[str, Family] = {
+    "nvidia-volta": _family(0.90, 0.80, (0.45, 0.35), 0.08, 4.0),
+    "nvidia-ampere": _family(0.92, 0.82, (0.72, 0.58), 0.04, 3.0),
+    "nvidia-hopper": _family(0.85, 0.82, (0.50, 0.42), 0.04, 3.0),
+    "amd-cdna2": _family(0.78, 0.75, (0.50, 0.35), 0.08, 6.0),
+    "amd-cdna3": _family(0.90, 0.75, (0.50, 0.35), 0.08, 5.0),
+    "intel-xe": _family(0.90, 0.75, (0.45, 0.30), 0.04, 8.0),
+    "tpu": _family(0.95, 0.85, (0.50, 0.45), 0.05, 1.0),
+}
+OTHER = _family(0.85, 0.75, (0.50, 0.40), 0.05, 5.0)  # families without a row
+
+
+def family_of(name: str) -> Family:
+    """Return the row of a device's family, or that of families without one."""
+    return FAMILIES.get(name, OTHER)
 
 
 def seconds(kernels: Kernels, device: Device, times: KernelTimes | None = None) -> float:
-    """One after another. times: what was measured on the device for this type of values."""
+    """Add up kernels that run one after another. times: measured on the device for this type of values."""
     if times is not None:
         return sum(_measured_s(kernel, times) for kernel in kernels)
     return sum(kernel_s(kernel, device) for kernel in kernels)
 
 
 def _measured_s(kernel: Kernel, times: KernelTimes) -> float:
-    """The order of heads is part of a measured attention; what else no curve is of goes over memory as sums do."""
+    """Look one kernel up. Measured attention includes its reordering; kernels without a curve move bytes as sums do."""
     match kernel:
         case Product(m, n, k, batch, orientation, item_bytes):
             return batch * (times.product_s(orientation, m, n, k) + times.pages_s(m * n * item_bytes))
@@ -52,7 +113,7 @@ def _measured_s(kernel: Kernel, times: KernelTimes) -> float:
 
 
 def kernel_s(kernel: Kernel, device: Device) -> float:
-    """One of the kernels, or as many launches as it says."""
+    """Estimate one kernel, or as many launches as it says."""
     family = family_of(device.family)
     if not kernel.moved_bytes:
         return 0.0
@@ -68,7 +129,7 @@ def kernel_s(kernel: Kernel, device: Device) -> float:
 
 
 def _is_of_scores(kernel: Kernel) -> bool:
-    """Whether it goes over attention's scores row by row, or is a product, of each head by itself, that has them."""
+    """Return True for a kernel over attention's scores, or a product of each head that reads or writes them."""
     if isinstance(kernel, Product):
         return kernel.batch > 1
     return isinstance(kernel, Stream) and kernel.kernel == "softmax"
@@ -84,7 +145,7 @@ def _flash_s(kernel: Flash, device: Device, family: Family) -> float:
 
 
 def _product_s(kernel: Product, device: Device, family: Family) -> float:
-    """By the best of the pieces that libraries choose from."""
+    """Estimate a product by the best of the tiles that libraries choose from."""
     if not _is_aligned(kernel):
         return kernel.flops / (1e12 * device.peak_bf16_tflops * family.vector)
     m, n, k, batch = (math.ceil(size) for size in (kernel.m, kernel.n, kernel.k, kernel.batch))
@@ -93,20 +154,20 @@ def _product_s(kernel: Product, device: Device, family: Family) -> float:
 
 
 def _rate(device: Device, item_bytes: int, family: Family) -> float:
-    """TFLOP/s of large products in training."""
+    """Return the TFLOP/s of large products in training."""
     if item_bytes == 4:
         return device.peak_bf16_tflops * family.vector
     return device.gemm_bf16_tflops * family.sustained
 
 
 def _is_aligned(kernel: Product) -> bool:
-    """Whether rows of all three matrices start at a multiple of 16 bytes, whichever way they lie."""
+    """Return True if rows of all three matrices start at a multiple of 16 bytes, whichever way they lie."""
     return all(size * kernel.item_bytes % ALIGNED_BYTES == 0 for size in (kernel.m, kernel.n, kernel.k))
 
 
 @lru_cache(maxsize=1 << 16)
 def _in_pieces(m: int, n: int, k: int, batch: int, at_once: int, tiles: Tiles) -> float:
-    """FLOPs that the device could have done in the time of this product, so many pieces at once."""
+    """Return the FLOPs that the device could have done in the time of this product, `at_once` pieces at a time."""
     best = math.inf
     for rows, columns, share in tiles:
         pieces = batch * math.ceil(m / rows) * math.ceil(n / columns)

@@ -1,4 +1,4 @@
-"""One step as a run of its schedule's actions, event by event.
+"""Run the actions of a schedule on a clock; or bound from below, without running it, when its ranks end.
 
     rank 0   F0 F1 F2 .  B0 F3 B1 ...  B7 [gradients over dp][AdamW][weights over dp]
     rank 1   .  F0 B0 F1 B1 ...  B7 [gradients over dp]             a step ends when its last rank has ended
@@ -8,24 +8,34 @@ of very many microbatches repeats itself, so it is run with fewer and continued:
 
     |  F0 F1 F2 ...  fill  | <- as many as ranks -> |  ...drain |        each further turn adds what that one added
 
-Which is exact once all goes in turns; with stages that differ wildly an error of parts in a thousand is left. Pure.
+This is exact once all goes in turns; with stages that differ wildly an error of parts in a thousand is left.
+
+The bound lets a search leave layouts alone. It is the longest chain of these that is easy to name, exact for gpipe and
+1F1B where stages are alike and messages take no time:
+
+    start       a microbatch comes through all stages before this one
+    own work    then all that this rank computes
+    round trip  a rank of 1F1B that has done B of a microbatch begins one that comes k later, which travels to the last
+                stage and back before its B: F F F . . . B B B, k = stages from here on, messages of both directions
+    end         what the next rank did last has to come back
+
+Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hpcllm.pipeline.actions import Op
-from hpcllm.pipeline.clock import clock, in_order
-from hpcllm.pipeline.dependencies import Step
-from hpcllm.pipeline.placement import Placement
+from hpcllm.pipeline.actions import Op, Placement
+from hpcllm.pipeline.clock import Step, clock, in_order
 from hpcllm.pipeline.schedules import make_work
 
 NO_TURNS = ("gpipe",)  # all forward passes come first: there is nothing that repeats itself
 MOST_PASSES = 1 << 14  # forward passes of all ranks; schedules of more are continued
-TURNS = 6  # of as many microbatches as ranks, until all goes in turns
+TURNS = 6  # turns of as many microbatches as ranks, until the schedule repeats itself
 
 
 @dataclass(frozen=True)
@@ -41,13 +51,13 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Finish:
-    """When each pipeline rank has done its passes, and how long it worked until then, messages included if blocking."""
+    """Times at which pipeline ranks have done their passes, and how long they worked, messages included if blocking."""
 
     end_s: tuple[float, ...]
     busy_s: tuple[float, ...]
 
     def further(self, before: Finish, turns: float) -> Finish:
-        """After so many more turns, each of which adds what the last one added to `before`."""
+        """Add so many more turns, each of which adds what the last one added to `before`."""
         pairs = ((self.end_s, before.end_s), (self.busy_s, before.busy_s))
         return Finish(*(tuple(b + turns * (b - a) for b, a in zip(now, then, strict=True)) for now, then in pairs))
 
@@ -55,7 +65,7 @@ class Finish:
 def run(
     schedule: str, ranks: int, chunks: int, microbatches: int, times: Sequence[StageTimes], blocking: bool
 ) -> Finish:
-    """The passes of one step. times: of each virtual stage, ranks x chunks.
+    """Run the passes of one step. times: of each virtual stage, ranks x chunks.
 
     blocking: a rank does nothing else while it sends; else a message only delays who waits for it. Raises
     ScheduleError if the schedule does not exist in this shape.
@@ -68,7 +78,7 @@ def run(
 
 
 def _few(schedule: str, ranks: int, chunks: int, microbatches: int) -> int:
-    """Microbatches to run with; what is left is a whole number of turns."""
+    """Return the number of microbatches to run with; what is left is a whole number of turns."""
     if schedule in NO_TURNS or ranks * chunks * microbatches <= MOST_PASSES:
         return microbatches
     return min(microbatches, TURNS * ranks + microbatches % ranks)
@@ -76,7 +86,7 @@ def _few(schedule: str, ranks: int, chunks: int, microbatches: int) -> int:
 
 @lru_cache(maxsize=32)
 def work_in_order(schedule: str, ranks: int, chunks: int, microbatches: int) -> tuple[Placement, tuple[Step, ...]]:
-    """All passes, none before its input."""
+    """List all passes, none before its input."""
     placement, work = make_work(schedule, ranks, microbatches, chunks)
     return placement, tuple(in_order(placement, work))
 
@@ -95,10 +105,102 @@ def _run(
 
 
 def _durations(times: StageTimes, blocking: bool) -> dict[Op, float]:
-    there, back = (times.send_forward_s, times.send_backward_s) if blocking else (0.0, 0.0)
+    forward_s, backward_s = (times.send_forward_s, times.send_backward_s) if blocking else (0.0, 0.0)
     return {
-        Op.FORWARD: times.forward_s + there,
-        Op.BACKWARD: times.backward_s + back,
-        Op.BACKWARD_INPUT: times.backward_s - times.weight_s + back,
+        Op.FORWARD: times.forward_s + forward_s,
+        Op.BACKWARD: times.backward_s + backward_s,
+        Op.BACKWARD_INPUT: times.backward_s - times.weight_s + backward_s,
         Op.BACKWARD_WEIGHT: times.weight_s,
     }
+
+
+def earliest_ends(schedule: str, placement: Placement, microbatches: int, times: Sequence[StageTimes]) -> list[float]:
+    """Bound from below the seconds at which `run` with blocking=False lets each pipeline rank end.
+
+    times: of each virtual stage.
+    """
+    send_s = max(max(each.send_forward_s, each.send_backward_s) for each in times) if placement.ranks > 1 else 0.0
+    return BOUNDS[schedule](placement, microbatches, times, send_s)
+
+
+Bound = Callable[[Placement, int, Sequence[StageTimes], float], list[float]]
+
+
+def _gpipe(placement: Placement, microbatches: int, times: Sequence[StageTimes], send_s: float) -> list[float]:
+    """Let forward passes come as fast as the slowest stage up to here allows; then the same on the way back."""
+    forward = _flow([each.forward_s for each in times], 0.0, microbatches, send_s)
+    backward = _flow([each.backward_s for each in reversed(times)], forward[-1], microbatches, send_s)
+    return backward[: -placement.ranks - 1 : -1]
+
+
+def _flow(work_s: Sequence[float], start_s: float, microbatches: int, send_s: float) -> list[float]:
+    """Return when each of these stages in a row has done its work on the last microbatch."""
+    ends: list[float] = []
+    for own_s in work_s:
+        end_s = start_s + microbatches * own_s
+        ends.append(max(end_s, ends[-1] + send_s + own_s) if ends else end_s)
+        start_s += own_s + send_s
+    return ends
+
+
+def _one_f_one_b(placement: Placement, microbatches: int, times: Sequence[StageTimes], send_s: float) -> list[float]:
+    return _by_round_trips(placement, microbatches, times, send_s, [each.backward_s for each in times])
+
+
+def _zb_h1(placement: Placement, microbatches: int, times: Sequence[StageTimes], send_s: float) -> list[float]:
+    """Await only the half that makes the gradient of the input; weights' gradients come at the end."""
+    halves = [each.backward_s - each.weight_s for each in times]
+    awaited = _by_round_trips(placement, microbatches, times, send_s, halves)
+    own = _own_work(placement, microbatches, times, send_s)
+    return [max(own_s, end_s + one.weight_s) for own_s, end_s, one in zip(own, awaited, times, strict=True)]
+
+
+def _by_round_trips(
+    placement: Placement, microbatches: int, times: Sequence[StageTimes], send_s: float, back_s: Sequence[float]
+) -> list[float]:
+    """Return when each rank has handed back the last microbatch.
+
+    back_s: of each rank's backward pass, the part that the stage before it awaits.
+    """
+    both_s = [each.forward_s + back for each, back in zip(times, back_s, strict=True)]
+    ends: list[float] = []
+    trip_s = -2 * send_s
+    for rank, start_s in reversed(list(enumerate(_starts(placement, times, send_s)))):
+        trip_s += both_s[rank] + 2 * send_s
+        trips, rest = divmod(microbatches - 1, placement.ranks - rank)
+        each_s = both_s[rank] if trips else back_s[rank]  # with fewer microbatches, forward passes are all done by then
+        end_s = start_s + max(microbatches * both_s[rank], trip_s * (1 + trips) + rest * each_s)
+        ends.append(max(end_s, ends[-1] + send_s + back_s[rank]) if ends else end_s)
+    return ends[::-1]
+
+
+def _interleaved(placement: Placement, microbatches: int, times: Sequence[StageTimes], send_s: float) -> list[float]:
+    """End each rank's work with a backward pass of its first chunk."""
+    ends: list[float] = []
+    for rank, own_s in reversed(list(enumerate(_own_work(placement, microbatches, times, send_s)))):
+        ends.append(max(own_s, ends[-1] + send_s + times[rank].backward_s) if ends else own_s)
+    return ends[::-1]
+
+
+def _own_work(placement: Placement, microbatches: int, times: Sequence[StageTimes], send_s: float) -> list[float]:
+    """Return when each rank has done its own work, if it starts as early as it can and never waits."""
+    work = [0.0] * placement.ranks
+    for stage, each in enumerate(times):
+        work[placement.home(stage)[0]] += each.forward_s + each.backward_s
+    starts = _starts(placement, times, send_s)
+    return [start_s + microbatches * work_s for start_s, work_s in zip(starts, work, strict=True)]
+
+
+def _starts(placement: Placement, times: Sequence[StageTimes], send_s: float) -> list[float]:
+    """Return when the first microbatch can be at each rank, which it meets in their order."""
+    before = itertools.accumulate((each.forward_s + send_s for each in times), initial=0.0)
+    return list(itertools.islice(before, placement.ranks))
+
+
+BOUNDS: dict[str, Bound] = {
+    "gpipe": _gpipe,
+    "1f1b": _one_f_one_b,
+    "interleaved": _interleaved,
+    "zb-h1": _zb_h1,
+    "zb-v": _own_work,
+}

@@ -12,8 +12,8 @@ import torch
 from compilers import library
 from emulated import emulated
 
-from hpcllm.codecs.gpu import binaries
-from hpcllm.codecs.gpu.casts import sum_program
+from hpcllm.codecs.gpu import launch
+from hpcllm.codecs.gpu.device_codecs import sum_program
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 CODECS = [  # each text, with each kind of code and of value
@@ -21,12 +21,12 @@ CODECS = [  # each text, with each kind of code and of value
     ("exp", FP16), ("mpc", FP32), ("zfp:8", FP32),
 ]  # fmt: skip
 SUMS = [(FP32, BF16), (BF16, FP16), (FP16, FP32)]
-FOLDER = Path(binaries.__file__).parent
-OPTIONS = {"nvrtc": binaries.NVRTC_OPTIONS, "hiprtc": binaries.HIPRTC_OPTIONS}
+FOLDER = Path(launch.__file__).parent
+OPTIONS = {"nvrtc": launch.NVRTC_OPTIONS, "hiprtc": launch.HIPRTC_OPTIONS}
 SCRIPT = Path(__file__).parent / "compilers.py"
 
 
-def programs() -> list[binaries.Program]:
+def programs() -> list[launch.Program]:
     found = [emulated(name, dtype).program for name, dtype in CODECS]
     return [sum_program(dtype, wire) for dtype, wire in SUMS] + found
 
@@ -45,11 +45,11 @@ def test_a_compiler_takes_it(compiler, target):
     command = [sys.executable, str(SCRIPT), compiler, target]
     done = subprocess.run(command, input=json.dumps(jobs), capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, f"{compiler} crashed: {done.stderr[-2000:]}"
-    refused = {program: log for program, log in zip(programs(), json.loads(done.stdout), strict=True) if log}
-    assert not refused, "\n\n".join(f"{program}:\n{log[:2000]}" for program, log in refused.items())
+    rejected = {program: log for program, log in zip(programs(), json.loads(done.stdout), strict=True) if log}
+    assert not rejected, "\n\n".join(f"{program}:\n{log[:2000]}" for program, log in rejected.items())
 
 
-def test_a_text_that_is_wrong_is_refused():
+def test_a_text_that_is_wrong_is_rejected():
     for compiler, target in (("nvrtc", "sm_80"), ("hiprtc", "gfx90a")):
         if library(compiler) is None:
             continue

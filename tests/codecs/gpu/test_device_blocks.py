@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcllm.codecs import find_codec
-from hpcllm.codecs.catalogue import VALUE_TYPES
-from hpcllm.codecs.gpu import plain
-from hpcllm.codecs.gpu.catalogue import twin_of
+from hpcllm.codecs.catalogue import VALUE_TYPES, device_codec
+from hpcllm.codecs.gpu import torch_int8
 from hpcllm.errors import CodecError
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -37,14 +36,14 @@ SUMS = [
 
 
 def pair(name, dtype, launcher):
-    """(the CPU's codec, its twin), which without a launcher runs torch's operations."""
+    """(the codec of the CPU, that of the device), which without a launcher runs torch's operations."""
     host = find_codec(name, dtype)
     label = f"{'' if launcher else 'plain '}{name}-{str(dtype)[6:]}"
-    return pytest.param(host, twin_of(host, launcher, "xpu"), id=label)
+    return pytest.param(host, device_codec(host, launcher, "xpu"), id=label)
 
 
 every_pair = pytest.mark.parametrize(
-    ("host", "twin"), [pair(*codec, EMULATOR) for codec in KERNELS] + [pair(*codec, None) for codec in PLAIN]
+    ("host", "on_device"), [pair(*codec, EMULATOR) for codec in KERNELS] + [pair(*codec, None) for codec in PLAIN]
 )
 
 
@@ -58,17 +57,17 @@ def assert_same(ours, truth, exactly=False):
 @every_pair
 @settings(max_examples=12)
 @given(case=cases, index=st.sampled_from([0, 96, (1 << 32) - 4096, 1 << 40]))
-def test_the_same_bytes_and_the_same_values(host, twin, case, index):
+def test_the_same_bytes_and_the_same_values(host, on_device, case, index):
     values = case.values(host.dtype)
     before, room = bits(values), Guarded(host.encoded_bytes(case.n), case.shift)
-    data = twin.encode(values, room.data(), index)
+    data = on_device.encode(values, room.data(), index)
     assert torch.equal(data, encoded(host, values, index))
     assert room.intact()
     assert torch.equal(bits(values), before)
     for dtype in (host.dtype, torch.float32):
         out, truth = Guarded(case.n * dtype.itemsize, case.shift), torch.empty(case.n, dtype=dtype)
         host.decode(data, truth)
-        twin.decode(data, out.values(dtype))
+        on_device.decode(data, out.values(dtype))
         assert_same(out.values(dtype), truth, exactly=dtype == torch.float32)
         assert out.intact()
 
@@ -76,7 +75,7 @@ def test_the_same_bytes_and_the_same_values(host, twin, case, index):
 @every_pair
 @settings(max_examples=12)
 @given(n=st.integers(0, 5000), seed=st.integers(0, 1 << 30), shift=st.integers(0, 5))
-def test_any_bytes_decode_to_what_the_cpu_makes_of_them(host, twin, n, seed, shift):
+def test_any_bytes_decode_to_what_the_cpu_makes_of_them(host, on_device, n, seed, shift):
     random = np.random.default_rng(seed)
     data = torch.from_numpy(random.integers(0, 256, host.encoded_bytes(n), dtype="u1"))
     start = torch.from_numpy(random.standard_normal(n).astype("f4"))
@@ -84,33 +83,33 @@ def test_any_bytes_decode_to_what_the_cpu_makes_of_them(host, twin, n, seed, shi
         room, truth = Guarded(4 * n, shift), start.clone()
         room.values(torch.float32).copy_(start)
         getattr(host, decode)(data, truth)
-        getattr(twin, decode)(data, room.values(torch.float32))
+        getattr(on_device, decode)(data, room.values(torch.float32))
         assert_same(room.values(torch.float32), truth)
         assert room.intact()
 
 
 @every_pair
 @pytest.mark.parametrize("n", [0, 1, 1000])
-def test_bytes_of_a_wrong_length_are_refused(host, twin, n):
+def test_bytes_of_a_wrong_length_are_rejected(host, on_device, n):
     out = torch.full((n,), 77.0)
     for size in (host.encoded_bytes(n) + 16, max(0, host.encoded_bytes(n) - 1)):
         data = torch.zeros(size, dtype=torch.uint8)
-        for decode in (twin.decode, twin.decode_add) if size != host.encoded_bytes(n) else ():
+        for decode in (on_device.decode, on_device.decode_add) if size != host.encoded_bytes(n) else ():
             with pytest.raises(CodecError, match=str(size)):
                 decode(data, out)
     assert torch.all(out == 77)
 
 
-def test_plain_int8_is_the_same_in_parts_of_any_length(monkeypatch):
+def test_int8_by_torch_is_the_same_in_parts_of_any_length(monkeypatch):
     host, values = find_codec("int8:32"), torch.randn(1000)
-    monkeypatch.setattr(plain, "PART_VALUES", 96)
-    assert torch.equal(encoded(twin_of(host, None, "xpu"), values), encoded(host, values))
+    monkeypatch.setattr(torch_int8, "PART_VALUES", 96)
+    assert torch.equal(encoded(device_codec(host, None, "xpu"), values), encoded(host, values))
 
 
-@pytest.mark.parametrize(("host", "twin"), [pair(*codec, EMULATOR) for codec in SUMS])
+@pytest.mark.parametrize(("host", "on_device"), [pair(*codec, EMULATOR) for codec in SUMS])
 @settings(max_examples=8)
 @given(case=cases, ranks=st.integers(1, 6), own=st.integers(0, 5), index=st.sampled_from([0, 1 << 40]))
-def test_a_sum_in_one_kernel_is_that_of_the_single_steps(host, twin, case, ranks, own, index):
+def test_a_sum_in_one_kernel_is_that_of_the_single_steps(host, on_device, case, ranks, own, index):
     own, n, bytes_ = own % ranks, case.n, host.encoded_bytes(case.n)
     addends = [dataclasses.replace(case, seed=case.seed + rank).values(host.dtype) for rank in range(ranks)]
     parts = torch.full((ranks, -(-bytes_ // 4) * 4 + 4 * case.shift + 4), CANARY, dtype=torch.uint8)
@@ -123,7 +122,7 @@ def test_a_sum_in_one_kernel_is_that_of_the_single_steps(host, twin, case, ranks
     truth = torch.empty_like(sums)
     host.decode(encoded(host, sums, index), truth)
     mine = addends[own]
-    data = twin.sum_encode(parts, own, mine, room.data(), index)
+    data = on_device.sum_encode(parts, own, mine, room.data(), index)
     assert_same(mine, truth)
     if not torch.any(torch.isnan(truth)):
         assert torch.equal(data, encoded(host, sums, index))
@@ -155,7 +154,7 @@ def test_every_number_becomes_the_right_one_of_16_bits(wire):
         assert_same(data.view(wire), values.to(wire))
 
 
-def test_rows_that_cannot_hold_an_encoding_are_refused():
+def test_rows_that_cannot_hold_an_encoding_are_rejected():
     codec, own = emulated("int8:256", torch.float32), torch.zeros(1000)
     out = torch.empty(codec.encoded_bytes(1000), dtype=torch.uint8)
     rows = torch.empty(3, out.numel() + 16, dtype=torch.uint8)
@@ -165,9 +164,9 @@ def test_rows_that_cannot_hold_an_encoding_are_refused():
 
 
 @pytest.mark.parametrize("name", ["int8:256", "int4:64:sr", "fp8:128"])
-def test_what_a_twin_says_of_itself_is_what_the_codec_says(name):
-    host, twin = find_codec(name), emulated(name, torch.float32)
+def test_what_a_device_codec_says_of_itself_is_what_the_codec_says(name):
+    host, on_device = find_codec(name), emulated(name, torch.float32)
     values = np.random.default_rng(1).standard_normal(10_000)
-    assert np.array_equal(twin.bound(values), host.bound(values))
+    assert np.array_equal(on_device.bound(values), host.bound(values))
     for attribute in ("name", "dtype", "lossless", "fixed_rate", "block", "key"):
-        assert getattr(twin, attribute) == getattr(host, attribute)
+        assert getattr(on_device, attribute) == getattr(host, attribute)

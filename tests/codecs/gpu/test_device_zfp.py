@@ -57,7 +57,7 @@ def test_any_bytes_decode_to_the_cpus_values(rate, dtype, n, seed, density):
     check_values(host, device, torch.from_numpy(data), n, seed % 5)
 
 
-def test_wrong_lengths_are_refused():
+def test_wrong_lengths_are_rejected():
     device = emulated("zfp:16", torch.float32)
     data = guarded_bytes(device, torch.ones(100))
     for wrong in (data[:0], data[:-4], torch.cat([data, data[:4]])):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from emulated import EMULATOR, why_not
 
-from hpcllm.codecs.gpu.binaries import Program
+from hpcllm.codecs.gpu.launch import Program
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 TESTS = Path(__file__).parents[2]
@@ -91,18 +91,18 @@ def at_the_edge(size):
 
 for name in ("int8:256", "int8:32", "int4:128", "int4:64:sr", "fp8:2048", "bf16", "raw"):
     for dtype in (torch.float32, torch.bfloat16):
-        host, twin = find_codec(name, dtype), emulated(name, dtype)
+        host, on_device = find_codec(name, dtype), emulated(name, dtype)
         for n in (1, 2, 3, 31, 127, 128, 129, 511, 1021, 2047):
             keep = []
-            size = twin.encoded_bytes(n)
+            size = on_device.encoded_bytes(n)
             values = at_the_edge(n * dtype.itemsize).view(dtype)
             values.copy_(torch.randn(n))
-            data = twin.encode(values, at_the_edge(size))
+            data = on_device.encode(values, at_the_edge(size))
             rows = at_the_edge(3 * (size + 3 & ~3)).view(3, -1)
             rows[:, :size] = data
-            twin.decode(data, at_the_edge(4 * n).view(torch.float32))
-            twin.decode_add(data, at_the_edge(4 * n).view(torch.float32).zero_())
-            twin.sum_encode(rows, 1, values, at_the_edge(size))
+            on_device.decode(data, at_the_edge(4 * n).view(torch.float32))
+            on_device.decode_add(data, at_the_edge(4 * n).view(torch.float32).zero_())
+            on_device.sum_encode(rows, 1, values, at_the_edge(size))
 print("inside")
 """
 
@@ -123,15 +123,15 @@ pretend.start()
 device = torch.device("pretend")
 
 def check(name):
-    host, twin = find_codec(name), find_codec(name, torch.float32, "pretend")
+    host, on_device = find_codec(name), find_codec(name, torch.float32, "pretend")
     values = torch.randn(1000)
     data = torch.empty(host.encoded_bytes(1000), dtype=torch.uint8)
     truth = host.encode(values, data)
-    there = twin.encode(values.to(device), torch.empty_like(data, device=device))
+    there = on_device.encode(values.to(device), torch.empty_like(data, device=device))
     assert there.device.type == "pretend" and torch.equal(there.cpu(), truth), name
     out, back = torch.zeros(1000, device=device), torch.zeros(1000)
     for decode in ("decode", "decode_add"):
-        getattr(twin, decode)(there, out)
+        getattr(on_device, decode)(there, out)
         getattr(host, decode)(truth, back)
         assert torch.equal(out.cpu(), back), name
 

@@ -1,0 +1,171 @@
+"""Convert weights either way: `python -m hpcllm checkpoint convert`.
+
+a folder with config.json   -->  write_checkpoint here         -->  FILE.h5, at step 0 of a run that was never trained
+a checkpoint                -->  write_folder, see export.py   -->  a folder
+
+    all ranks   blocks of the file, shared by size --read--> (round) --> checkpoint.writer
+
+Each rank brings whole blocks, so that no value travels between ranks, and at most a few of them are in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcllm.checkpoint.directory import is_ours
+from hpcllm.checkpoint.huggingface.export import DTYPE_OPTIONS, cast, make_texts, plan_export, write_folder
+from hpcllm.checkpoint.huggingface.folder import CARRIED, COMPANIONS, CONFIG, Folder, which
+from hpcllm.checkpoint.layout import MASTER, MODEL, TOKENIZER, DatasetSpec, my_blocks
+from hpcllm.checkpoint.reader import Checkpoint
+from hpcllm.checkpoint.restore import check_names, tokenizer_json
+from hpcllm.checkpoint.slabs import Slab
+from hpcllm.checkpoint.state import RunFacts, facts
+from hpcllm.checkpoint.writer import WriteReport, prepare, write
+from hpcllm.config.schema import DataConfig, ModelConfig, from_tables, to_tables
+from hpcllm.errors import HuggingFaceError
+from hpcllm.model.shapes import parameter_count, parameter_shapes
+from hpcllm.mpi.collective_errors import on_root, rank_and_size
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+@dataclass(frozen=True)
+class Report:
+    source: str
+    target: str
+    architecture: str
+    parameters: int
+    bytes: int  # of tensors, as written
+    seconds: float
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def lines(self) -> list[str]:
+        rate = self.bytes / self.seconds / 1e9
+        told = f"{self.architecture}, {self.parameters / 1e6:.2f} M parameters, {self.bytes / 1e6:.1f} MB"
+        return [
+            f"{self.source} -> {self.target}: {told} in {self.seconds:.1f} s ({rate:.2f} GB/s)",
+            *(f"note: {n}" for n in self.notes),
+        ]
+
+
+def convert(
+    source: Path,
+    target: Path,
+    comm: MPI.Intracomm | None,
+    dtype: str = "",
+    architecture: str = "",
+    shard_gb: float = 5.0,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Report:
+    """Convert either way, by what `source` is; all ranks share the work. Collective over comm; None: one process.
+
+    source: a Hugging Face folder, a checkpoint, or a folder, for its newest checkpoint. dtype: fp32, bf16
+    or fp16, "" to keep each tensor's. architecture: to write a checkpoint as, "" for the one it came in, else the
+    first that can express it. advance: gets the bytes that this rank has read, as it does. Raises HuggingFaceError or
+    DataError before a byte is written, CheckpointError.
+    """
+    if not shard_gb > 0:
+        raise HuggingFaceError(f"--shard-gb {shard_gb} is out of range; valid: > 0")
+    source, is_folder = on_root(comm, lambda: _checked_source(source, target))
+    if is_folder and architecture:
+        raise HuggingFaceError(f"--architecture {architecture} is for a checkpoint; {source} says its own in {CONFIG}")
+    wanted = DTYPE_OPTIONS[dtype] if dtype else ""
+    if is_folder:
+        return _to_checkpoint(source, target, comm, wanted, advance)
+    return _to_folder(source, target, comm, wanted, architecture, shard_gb * 1e9, advance)
+
+
+def _checked_source(named: Path, target: Path) -> tuple[Path, bool]:
+    """The source, and True if it is a Hugging Face folder. Raises a UserError if it or the target is unusable."""
+    source, is_folder = which(named)
+    if not is_folder and not is_ours(source):
+        hint = "; name the folder that it is in" if source.suffix == ".safetensors" else ""
+        raise HuggingFaceError(f"{source} is not one of our checkpoints{hint}")
+    is_free = not target.exists() or (source.is_file() and target.is_dir() and not any(target.iterdir()))
+    if not is_free:
+        raise HuggingFaceError(f"{target} is there already; remove it, or name another")
+    if not is_folder and target.suffix == ".h5":
+        raise HuggingFaceError(f"{target} would be a folder, as a checkpoint becomes one; name it without .h5")
+    return source, is_folder
+
+
+def _to_checkpoint(
+    source: Path, target: Path, comm: MPI.Intracomm | None, dtype: str, advance: Callable[[int], None]
+) -> Report:
+    with Folder.open(source, comm) as folder:
+        report = write_checkpoint(folder, target, comm, dtype, advance)
+        count = parameter_count(folder.model)
+        return Report(str(source), str(target), folder.kind, count, report.bytes, report.seconds, folder.notes)
+
+
+def _to_folder(
+    source: Path,
+    target: Path,
+    comm: MPI.Intracomm | None,
+    dtype: str,
+    architecture: str,
+    shard_bytes: float,
+    advance: Callable[[int], None],
+) -> Report:
+    started_s = time.perf_counter()
+    with Checkpoint.open(source, comm) as checkpoint:
+        model = from_tables(facts(checkpoint).config).model
+        check_names(checkpoint, MODEL, parameter_shapes(model))
+        has_master = f"{MASTER}/{next(iter(parameter_shapes(model)))}" in checkpoint.datasets
+        kind = MASTER if dtype == "float32" and has_master else MODEL  # more of each number is known there
+        ours = {name: dtype or checkpoint.datasets[f"{kind}/{name}"].spec.dtype for name in parameter_shapes(model)}
+        tokenizer = on_root(comm, lambda: tokenizer_json(checkpoint))
+        stored = next(iter(ours.values()))
+        said, texts = make_texts(checkpoint.attributes, tokenizer, model, architecture, stored, keeps_types=not dtype)
+        planned = plan_export(model, said, ours, shard_bytes)
+        write_folder(checkpoint, kind, planned, texts, target, advance)
+    written, seconds = sum(spec.bytes for spec in planned.specs.values()), time.perf_counter() - started_s
+    notes = () if tokenizer else ("the checkpoint has no tokenizer: a model without words",)
+    return Report(str(source), str(target), said.kind, parameter_count(model), written, seconds, notes)
+
+
+def write_checkpoint(
+    folder: Folder,
+    path: Path,
+    comm: MPI.Intracomm | None,
+    dtype: str = "",
+    advance: Callable[[int], None] = lambda _: None,
+) -> WriteReport:
+    """Write the folder's model as a checkpoint that `generate`, `inspect` and `run.start_from` read. Collective.
+
+    dtype: of the tensors in the file; "": each keeps its own. advance: gets the bytes that this rank has read, as it
+    does. Raises HuggingFaceError, CheckpointError.
+    """
+    specs = {name: DatasetSpec(spec.shape, dtype or spec.dtype) for name, spec in folder.specs.items()}
+    text = np.frombuffer(folder.tokenizer_json.encode(), dtype=np.uint8)
+    if text.size:
+        specs[TOKENIZER] = DatasetSpec(text.shape, "uint8")
+    slabs = [specs[name].block(name, index) for name, index in my_blocks(specs, *rank_and_size(comm))]
+
+    def read(slab: Slab) -> np.ndarray:
+        advance(slab.elements * specs[slab.dataset].item_bytes)
+        if slab.dataset == TOKENIZER:
+            return text[slab.start[0] : slab.start[0] + slab.shape[0]]
+        return cast(folder.read(slab), folder.specs[slab.dataset].dtype, specs[slab.dataset].dtype, slab.dataset)
+
+    carried = {f"{CARRIED}/{file}": folder.texts[file] for file in (CONFIG, *COMPANIONS) if file in folder.texts}
+    return write(path, comm, prepare(comm, specs, slabs), read, never_trained(folder.model).attributes() | carried)
+
+
+def never_trained(model: ModelConfig) -> RunFacts:
+    """Facts of a checkpoint whose model no run of ours has made."""
+    sequence = min(DataConfig().sequence_length, model.max_sequence)
+    config = to_tables(from_tables({"model": dataclasses.asdict(model), "data": {"sequence_length": sequence}}))
+    mesh = {"dp": 1, "pp": 1, "tp": 1}
+    return RunFacts(step=0, position=0, updates=0, config=config, mesh=mesh)

@@ -1,0 +1,316 @@
+"""Folder of weights as Hugging Face has it: checked by one process, then read like a checkpoint, any box on any rank.
+
+    config.json                 architecture, ModelConfig: every key that changes the arithmetic is one that we have
+    model.safetensors, or index and shards        where each tensor lies: inside its file, once, in the model's shape
+    tokenizer.json, generation_config.json, ...   carried along as they are
+
+    rank 0   read_contents --+
+    all                      +--> where each tensor lies --> boxes of theirs that are my slab --> pread
+
+Such a folder comes from strangers. No file in it can run code (pickled weights are rejected), no number of it is used
+unchecked, and no name in it leads out of the folder, save links that its owner made, as a download cache does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcllm.checkpoint import directory
+from hpcllm.checkpoint.folder import locate
+from hpcllm.checkpoint.huggingface.architectures import read_model
+from hpcllm.checkpoint.huggingface.safetensors import DTYPES, Entry, read_header
+from hpcllm.checkpoint.huggingface.settings import Settings
+from hpcllm.checkpoint.huggingface.tensor_map import MappedTensor
+from hpcllm.checkpoint.layout import MODEL, STORED_AS, DatasetSpec, as_bytes
+from hpcllm.checkpoint.slabs import Slab, runs
+from hpcllm.config.schema import ModelConfig
+from hpcllm.errors import DataError, HuggingFaceError
+from hpcllm.model.shapes import parameter_shapes
+from hpcllm.mpi.collective_errors import on_root
+from hpcllm.system.text import printable
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+CONFIG, TOKENIZER_FILE = "config.json", "tokenizer.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# carried along unread, so that what came from a folder goes back into one as it was
+COMPANIONS = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+CARRIED = "interchange"  # group of the attributes that hold a folder's small files, as they were
+_LARGEST_TEXT_BYTES = 1 << 28
+_LARGEST_CONFIG_BYTES = 1 << 24
+_REQUEST_BYTES = 1 << 23
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Content of a folder without its tensors, checked."""
+
+    kind: str  # of architecture
+    model: ModelConfig
+    tensor_map: dict[str, MappedTensor]  # our name -> their tensor
+    entries: dict[str, tuple[str, Entry]]  # their name -> file, and place in it
+    texts: dict[str, str]  # file -> its text
+    notes: tuple[str, ...]  # for people
+
+
+def read_contents(path: Path) -> Contents:
+    """Read and check everything but the tensors. Not collective. Raises HuggingFaceError."""
+    if not path.is_dir():
+        raise HuggingFaceError(f"there is no folder {str(path)!r}")
+    texts = {name: text for name in (CONFIG, TOKENIZER_FILE, *COMPANIONS) if (text := _text(path / name)) is not None}
+    if CONFIG not in texts:
+        raise HuggingFaceError(f"{path} has no {CONFIG}; a Hugging Face folder has one, beside its .safetensors")
+    if TOKENIZER_FILE in texts:
+        parse(texts[TOKENIZER_FILE], path / TOKENIZER_FILE)
+    settings = Settings(parse(texts[CONFIG], path / CONFIG), str(path / CONFIG))
+    architecture, model = read_model(settings)
+    entries = _entries(path)
+    names = architecture.names
+    prefix = names.prefix if _has(entries, f"{names.prefix}.", names.ends["embedding"]) else ""
+    if not prefix and not _has(entries, "", names.ends["embedding"]):
+        prefix = names.prefix  # neither: so that what is missing is called by its usual name
+    tensors = names.tensor_map(model, prefix)
+    head = f"{names.head}.weight"
+    if model.tied and head in entries:
+        _check_tied(path, entries, tensors["embedding.weight"].name, head)
+    ignored = {name for name in entries if names.is_ignored(name) or (model.tied and name == head)}
+    _check_names(path, model, tensors, {name: entry for name, (_, entry) in entries.items() if name not in ignored})
+    notes = [f"{CONFIG} says {key}, which is not known here and was passed over" for key in settings.unknown_keys()]
+    if TOKENIZER_FILE not in texts:
+        notes.append(f"there is no {TOKENIZER_FILE}: a model without words" + _other_tokenizer(path))
+    return Contents(architecture.kind, model, tensors, entries, texts, tuple(notes))
+
+
+def parse(text: str, path: Path) -> dict[str, Any]:
+    """The table of a JSON file. Raises HuggingFaceError."""
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise HuggingFaceError(f"{path} is not JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise HuggingFaceError(f"{path} holds a {type(table).__name__}; valid: a table of keys")
+    return table
+
+
+def _has(entries: Mapping[str, Any], prefix: str, layer: str) -> bool:
+    return f"{prefix}{layer}.weight" in entries
+
+
+def _text(path: Path) -> str | None:
+    """Read a text file; None if there is none. Raises HuggingFaceError."""
+    if not path.exists():
+        return None
+    limit = _LARGEST_TEXT_BYTES if path.name == TOKENIZER_FILE else _LARGEST_CONFIG_BYTES
+    size = _file_bytes(path)
+    if size > limit:
+        raise HuggingFaceError(f"{path} has {size} bytes; valid: at most {limit}")
+    try:
+        return path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise HuggingFaceError(f"cannot read {path}: {error}") from error
+
+
+def _file_bytes(path: Path) -> int:
+    """Size of a plain file, or a link to one; anything else could block whoever opens it. Raises HuggingFaceError."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise HuggingFaceError(f"cannot read {path}: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise HuggingFaceError(f"{path} is not a plain file")
+    return status.st_size
+
+
+def _entries(path: Path) -> dict[str, tuple[str, Entry]]:
+    """Their name -> file and place, of all files of weights. Raises HuggingFaceError."""
+    index = _index(path)
+    entries: dict[str, tuple[str, Entry]] = {}
+    for file in dict.fromkeys(index.values()) if index is not None else [SINGLE]:
+        for name, entry in _header(path / file).items():
+            if name in entries:
+                raise HuggingFaceError(f"{path} has {printable(name)!r} in {entries[name][0]} and again in {file}")
+            entries[name] = (file, entry)
+    for name, file in (index or {}).items():
+        if name not in entries or entries[name][0] != file:
+            raise HuggingFaceError(f"{path / INDEX} says that {printable(name)!r} is in {file}, but it is not")
+    return entries
+
+
+def _index(path: Path) -> dict[str, str] | None:
+    """Name -> file of a folder in shards; None for a single file. Raises HuggingFaceError."""
+    if (path / SINGLE).exists():
+        return None
+    text = _text(path / INDEX)
+    if text is None:
+        pickled = next(iter(sorted(path.glob("*.bin"))), None)
+        why = f"; {pickled.name} is pickled, and reading it would run whatever code it holds" if pickled else ""
+        raise HuggingFaceError(f"{path} has no {SINGLE} and no {INDEX}{why}; save the weights as safetensors")
+    files = parse(text, path / INDEX).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise HuggingFaceError(f"{path / INDEX} has no weight_map, the table from tensors to files")
+    for name, file in files.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors") or "\0" in file:
+            raise HuggingFaceError(
+                f"{path / INDEX} puts {printable(name)!r} into {printable(str(file)[:200])!r}; "
+                "valid: the name of a .safetensors file in the same folder"
+            )
+    return files
+
+
+def _header(path: Path) -> dict[str, Entry]:
+    size = _file_bytes(path)
+    try:
+        with path.open("rb") as file:
+            return read_header(file, size)
+    except OSError as error:
+        raise HuggingFaceError(f"cannot read {path}: {error.strerror}") from error
+    except HuggingFaceError as error:
+        raise HuggingFaceError(f"{path} {error}") from error
+
+
+def _check_names(path: Path, model: ModelConfig, tensors: Mapping[str, MappedTensor], has: Mapping[str, Entry]) -> None:
+    """Raises HuggingFaceError unless the folder has the model's tensors, no others, in their shapes and our types."""
+    shapes = parameter_shapes(model)
+    wanted = {tensor.name: tensor.shape(shapes[name]) for name, tensor in tensors.items()}
+    both = [name for name in wanted if name in has]
+    faults = [f"{name} is missing" for name in wanted if name not in has]
+    faults += [f"{printable(name)} is not of this model" for name in has if name not in wanted]
+    faults += [f"{n} has shape {has[n].shape}, not {wanted[n]}" for n in both if has[n].shape != wanted[n]]
+    faults += [f"{n} is {has[n].dtype}; valid: {', '.join(DTYPES)}" for n in both if has[n].dtype not in DTYPES]
+    if faults:
+        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise HuggingFaceError(f"{path} does not fit its {CONFIG}: {'; '.join(faults[:3])}{more}")
+
+
+def _check_tied(path: Path, entries: Mapping[str, tuple[str, Entry]], embedding: str, head: str) -> None:
+    """Raises HuggingFaceError if an output layer that is tied to the embedding is another tensor."""
+    same = embedding in entries and entries[embedding][1].shape == entries[head][1].shape
+    same = same and entries[embedding][1].dtype == entries[head][1].dtype
+    if not same or not _same_bytes(path, entries[embedding], entries[head]):
+        raise HuggingFaceError(
+            f"{path}: {CONFIG} ties the output layer to the embedding, but {head} is another tensor than {embedding}; "
+            "say tie_word_embeddings = false, or leave the one that is not used out"
+        )
+
+
+def _same_bytes(path: Path, one: tuple[str, Entry], other: tuple[str, Entry]) -> bool:
+    descriptors = [open_file(path / file) for file, _ in (one, other)]
+    try:
+        for done in range(0, one[1].bytes, _REQUEST_BYTES):
+            parts = [bytearray(min(_REQUEST_BYTES, one[1].bytes - done)) for _ in descriptors]
+            for descriptor, part, (file, entry) in zip(descriptors, parts, (one, other), strict=True):
+                read_at(descriptor, memoryview(part), entry.offset + done, path / file)
+            if parts[0] != parts[1]:
+                return False
+        return True
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _other_tokenizer(path: Path) -> str:
+    return f" (tokenizer.model is another format; save {TOKENIZER_FILE})" if (path / "tokenizer.model").exists() else ""
+
+
+def open_file(path: Path) -> int:
+    """Open a file for reading; returns a descriptor. Raises HuggingFaceError."""
+    try:
+        return os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise HuggingFaceError(f"cannot read {path}: {error.strerror}") from error
+
+
+def read_at(descriptor: int, out: memoryview, offset: int, path: Path) -> None:
+    """Fill `out` from byte `offset` of the file on. Raises HuggingFaceError."""
+    try:
+        count = directory.read_at(descriptor, out, offset)
+    except OSError as error:
+        raise HuggingFaceError(f"cannot read {path}: {error.strerror}") from error
+    if count < len(out):
+        raise HuggingFaceError(f"{path} ends at byte {offset + count}; it was cut while it was read")
+
+
+def which(path: Path) -> tuple[Path, bool]:
+    """Return a Hugging Face folder and True, or the checkpoint that the path names and False.
+
+    Not collective. Raises DataError if it is neither, CheckpointError.
+    """
+    if (path / CONFIG).is_file():
+        return path, True
+    try:
+        return locate(path), False
+    except DataError as error:
+        neither = f"{path} has no {CONFIG}, so it is no Hugging Face folder; and " if path.is_dir() else ""
+        raise DataError(f"{neither}{error}") from error
+
+
+class Folder:
+    """An open folder; close it, or use it in a `with` statement. Reading is not collective."""
+
+    def __init__(self, path: Path, contents: Contents) -> None:
+        self.path = path
+        self.kind, self.model, self.texts, self.notes = contents.kind, contents.model, contents.texts, contents.notes
+        self._tensor_map, self._entries = contents.tensor_map, contents.entries
+        self._shapes = parameter_shapes(contents.model)
+        self._descriptors: dict[str, int] = {}
+        self.specs: dict[str, DatasetSpec] = {  # as in a checkpoint: model/<parameter>
+            f"{MODEL}/{name}": DatasetSpec(shape, DTYPES[self._entry(name).dtype])
+            for name, shape in self._shapes.items()
+        }
+
+    @classmethod
+    def open(cls, path: Path, comm: MPI.Intracomm | None = None) -> Folder:
+        """Check all but the tensors, on rank 0. Collective over comm. Raises HuggingFaceError on all ranks."""
+        return cls(path, on_root(comm, lambda: read_contents(path)))
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def tokenizer_json(self) -> str:
+        return self.texts.get(TOKENIZER_FILE, "")
+
+    def read(self, slab: Slab) -> np.ndarray:
+        """Read a slab of model/<parameter>, in its shape and the stored type (bfloat16 as uint16). Not collective.
+
+        Raises HuggingFaceError if a file cannot be read.
+        """
+        name = slab.dataset.removeprefix(f"{MODEL}/")
+        tensor, entry = self._tensor_map[name], self._entry(name)
+        values = np.empty(slab.shape, dtype=STORED_AS[DTYPES[entry.dtype]])
+        for theirs, rows in tensor.boxes(slab, self._shapes[name]):
+            if tensor.transposed:
+                turned = np.empty(theirs.shape, dtype=values.dtype)
+                self._fill(as_bytes(turned), theirs)
+                values[rows] = turned.T
+            else:
+                self._fill(as_bytes(values[rows]), theirs)
+        return values
+
+    def _entry(self, name: str) -> Entry:
+        return self._entries[self._tensor_map[name].name][1]
+
+    def _fill(self, out: memoryview, slab: Slab) -> None:
+        file, entry = self._entries[slab.dataset]
+        if file not in self._descriptors:
+            self._descriptors[file] = open_file(self.path / file)
+        done = 0
+        for offset, length in runs(slab, entry.shape, STORED_AS[DTYPES[entry.dtype]].itemsize):
+            read_at(self._descriptors[file], out[done : done + length], entry.offset + offset, self.path / file)
+            done += length

@@ -1,0 +1,109 @@
+"""Begin a run with the weights of a Hugging Face folder or a checkpoint: `run.start_from`.
+
+    before anything is built   the model's shape comes from there   take_model
+    at step 0                  each rank reads its own part         read_weights     a resumed run has no need of it
+
+Neither goes through a conversion: a folder is read in place, box by box, whatever the layout of the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hpcllm.checkpoint.directory import is_ours
+from hpcllm.checkpoint.folder import newest_first
+from hpcllm.checkpoint.huggingface.architectures import canonical
+from hpcllm.checkpoint.huggingface.folder import Folder, read_contents, which
+from hpcllm.checkpoint.layout import MASTER, MODEL
+from hpcllm.checkpoint.reader import Checkpoint
+from hpcllm.checkpoint.restore import restore, tokenizer_json
+from hpcllm.checkpoint.state import Shards, as_tensor, facts
+from hpcllm.config.schema import Config, ModelConfig, check_together, from_tables
+from hpcllm.errors import ConfigError
+from hpcllm.mpi.collective_errors import on_all, on_root
+from hpcllm.optim.flat_buffers import Piece
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def take_model(config: Config, comm: MPI.Intracomm | None = None) -> Config:
+    """Take the model of run.start_from into the config, if it is set. Collective over comm; None: one process.
+
+    Raises ConfigError if [model] differs, HuggingFaceError, CheckpointError.
+    """
+    if not config.run.start_from:
+        return config
+    found = on_root(comm, lambda: model_of(_source(config)))
+    requested = canonical(config.model)
+    if config.model != ModelConfig():
+        differ = [
+            f"model.{key} = {value!r}, there {getattr(found, key)!r}"
+            for key, value in dataclasses.asdict(requested).items()
+            if value != getattr(found, key) and (key, value) != ("vocabulary", 0)
+        ]
+        if differ:
+            raise ConfigError(
+                f"run.start_from = {config.run.start_from!r} holds another model: {'; '.join(differ[:3])}; "
+                "leave [model] out to take the one that is there"
+            )
+    config = dataclasses.replace(config, model=found)
+    check_together(config)
+    return config
+
+
+def model_of(path: Path) -> ModelConfig:
+    """The model of a folder or a checkpoint. Not collective. Raises UserError, CheckpointError."""
+    if not path.exists():
+        raise ConfigError(f"run.start_from = {str(path)!r} is not there; valid: a Hugging Face folder or a checkpoint")
+    path, is_folder = which(path)
+    if is_folder:
+        return read_contents(path).model
+    if not is_ours(path):
+        raise ConfigError(f"run.start_from = {str(path)!r} is no checkpoint of ours; of a Hugging Face folder, name it")
+    with Checkpoint.open(path) as checkpoint:
+        return canonical(from_tables(facts(checkpoint).config).model)
+
+
+def read_weights(path: Path, shards: Shards, pieces: Sequence[Piece], comm: MPI.Intracomm) -> str:
+    """Fill this rank's weights in place, and its master weights where it has them. Collective over comm.
+
+    pieces: of any kind; moments stay as they are. Values are converted to the type of the piece. Returns the tokenizer
+    that belongs to the weights, as JSON; empty if there is none. Raises HuggingFaceError, CheckpointError on all ranks.
+    """
+    weights = [piece for piece in pieces if piece.kind in (MODEL, MASTER)]
+    path, is_folder = on_root(comm, lambda: which(path))
+    if is_folder:
+        with Folder.open(path, comm) as folder:
+            on_all(comm, lambda: _fill(folder, shards, weights))
+            return folder.tokenizer_json
+    with Checkpoint.open(path, comm) as checkpoint:
+        restore(checkpoint, shards, weights)
+        return on_root(comm, lambda: tokenizer_json(checkpoint))
+
+
+def same_tokens(one: str, other: str) -> bool:
+    """True if two tokenizers, as JSON, give the same numbers to the same pieces of text."""
+    models = [json.loads(text).get("model") for text in (one, other)]
+    tables = [model.get("vocab") if isinstance(model, dict) else None for model in models]
+    return bool(tables[0] == tables[1])
+
+
+def _source(config: Config) -> Path:
+    """Path of the model: a run that has begun goes on also when its beginning is gone."""
+    path = Path(config.run.start_from)
+    newest = newest_first(Path(config.run.folder) / config.run.name / "checkpoints")
+    return newest[0] if newest and not path.exists() else path
+
+
+@torch.no_grad()
+def _fill(folder: Folder, shards: Shards, pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        for slab, out in shards.slabs(dataclasses.replace(piece, kind=MODEL)):
+            out.copy_(as_tensor(folder.read(slab), folder.specs[slab.dataset].dtype))

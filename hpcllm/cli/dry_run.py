@@ -1,0 +1,198 @@
+"""`train --dry-run`: everything that `train` would reject before its first step, without starting it.
+
+    RUN.toml --set ... --ranks N
+      keys and values, mesh, model, schedule, layers            plan/resolve.py
+      store: readable, long enough, of a vocabulary that fits   data/store.py   (if the run file names one)
+      tuning file, checkpoint writer, machine
+      run folder: can be locked; the newest checkpoint: of this run
+    --> what would run, the memory of its largest rank, the time of a step on run.machine
+
+It writes nothing, and starts no MPI unless it was launched as a job. What only an allocation can tell: `preflight`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcllm.cli.options import read_run
+from hpcllm.collectives.tuning import load_tuning
+from hpcllm.config.schema import Config
+from hpcllm.errors import ConfigError, MeshError
+from hpcllm.model.shapes import parameter_count
+from hpcllm.pipeline.schedules import Schedule
+from hpcllm.plan.machine import read_machine
+from hpcllm.plan.memory.predict import RankMemory, predict
+from hpcllm.plan.prediction import Prediction
+from hpcllm.plan.prediction import predict as predict_step
+from hpcllm.plan.resolve import ResolvedRun, resolve
+from hpcllm.plan.run_config import layout_of
+from hpcllm.system.job import run_with_or_without_mpi
+from hpcllm.system.text import size_text
+from hpcllm.training.run_lock import check_lockable
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpcllm.data.store import TokenStore
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run that train would begin, or go on with."""
+
+    resolved: ResolvedRun
+    tokens: int | None  # of the store to train on; None: the run file names no store yet
+    newest: Path | None  # the checkpoint that it would go on from
+    largest: RankMemory
+    step: Prediction | None
+    unknown: str  # why there is no prediction of a step
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what would run. Of the ranks that were launched, if any, the first one does it. Raises UserError."""
+
+    def job(comm: MPI.Intracomm | None) -> int:
+        from hpcllm.mpi.collective_errors import on_root
+
+        ranks = _ranks(arguments.ranks, comm)
+        return on_root(comm, lambda: _print(tried(arguments.run, arguments.overrides, ranks, arguments.restart)))
+
+    def _print(trial: Trial) -> int:
+        print(json.dumps(as_dict(trial)) if arguments.json else "\n".join(lines(trial)), flush=True)
+        return 0
+
+    return run_with_or_without_mpi(job)
+
+
+def tried(path: Path, overrides: list[str], ranks: int | None = None, restart: bool = False) -> Trial:
+    """Check a run file for so many ranks (None: those of its mesh). Writes nothing. Raises UserError."""
+    resolved = resolve(read_run(path, overrides), ranks)
+    config, schedule, tokens, store = resolved.config, resolved.schedule, None, None
+    if config.data.store:
+        from hpcllm.data.store import open_store  # h5py: only where there is a file to look at
+
+        config, store = open_store(config, None)
+        tokens = len(store.tokens("train"))
+    if config.communication.tuning:
+        load_tuning(config.communication.tuning)
+    if config.checkpoint.writer == "mpio":
+        from hpcllm.checkpoint.mpio import check_writer  # starts MPI, as an h5py that can write so does by itself
+
+        check_writer(config.checkpoint.writer)
+    folder = Path(config.run.folder) / config.run.name
+    check_lockable(folder)
+    newest = None if restart else _newest(folder, config, store)
+    largest = max((predict(config, schedule, stage) for stage in range(config.mesh.pp)), key=lambda rank: rank.total)
+    return Trial(resolved, tokens, newest, largest, *_step(config, schedule))
+
+
+def _ranks(requested: int | None, comm: MPI.Intracomm | None) -> int | None:
+    if comm is None or requested in (None, comm.size):
+        return requested if comm is None else comm.size
+    raise MeshError(f"--ranks {requested}, but {comm.size} ranks were launched; valid: {comm.size}, or leave it out")
+
+
+def _newest(folder: Path, config: Config, store: TokenStore | None) -> Path | None:
+    """The newest checkpoint of the run folder, which has to be of this run; its tensors are not read."""
+    if not (folder / "checkpoints").is_dir():
+        return None
+    from hpcllm.checkpoint.folder import newest_first
+    from hpcllm.checkpoint.reader import Checkpoint
+    from hpcllm.checkpoint.restore import tokenizer_json
+    from hpcllm.checkpoint.state import facts  # torch: only where there may be something to go on from
+    from hpcllm.training.compatibility import check_same_run
+
+    path = next(iter(newest_first(folder / "checkpoints")), None)
+    if path and store:
+        with Checkpoint.open(path) as checkpoint:
+            stored = facts(checkpoint).config
+            check_same_run(config, store.tokenizer_json, stored, tokenizer_json(checkpoint), path)
+    return path
+
+
+def _step(config: Config, schedule: Schedule) -> tuple[Prediction | None, str]:
+    if not config.run.machine:
+        return None, "run.machine is not set"
+    machine = read_machine(config.run.machine)
+    try:
+        model, layout = layout_of(config, schedule.placement.chunks)
+        return predict_step(machine, model, layout, config.data.global_batch), ""
+    except ConfigError as error:  # of the planner, which knows less than the trainer can
+        return None, str(error)
+
+
+def as_dict(trial: Trial) -> dict[str, Any]:
+    """Answer for --json: sizes in bytes, times in seconds."""
+    config, step = trial.resolved.config, trial.step
+    return {
+        "accepted": True,
+        "ranks": trial.resolved.ranks,
+        "mesh": {"dp": config.mesh.dp, "pp": config.mesh.pp, "tp": config.mesh.tp},
+        "parameters": parameter_count(config.model),
+        "tokens_in_store": trial.tokens,
+        "goes_on_from": None if trial.newest is None else str(trial.newest),
+        "bubble": trial.resolved.bubble,
+        "largest_rank_bytes": trial.largest.total,
+        "iteration_time_s": step.iteration_time_s if step else None,
+        "fits": step.fits if step else None,
+    }
+
+
+def lines(trial: Trial) -> list[str]:
+    """Lines of the answer for people."""
+    config = trial.resolved.config
+    mesh, pipeline = config.mesh, config.pipeline
+    size = config.data.global_batch // mesh.dp // pipeline.microbatches
+    return [
+        f"would train {config.run.name}: {parameter_count(config.model):,} parameters in {config.precision.compute} on "
+        f"{trial.resolved.ranks} ranks, dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, shard {config.optimizer.shard!r}",
+        f"  schedule    {trial.resolved.schedule.name}, proved: {pipeline.microbatches} microbatches of {size} "
+        f"sample{'s' * (size > 1)}, bubble {trial.resolved.bubble:.0%}, recompute {pipeline.recompute!r}",
+        f"  data        {_data(trial)}",
+        f"  folder      {_folder(trial)}",
+        f"  memory      {_memory(trial.largest)}",
+        f"  step        {_time(trial)}",
+        "accepted; nothing was started or written. Devices, network and disks of an allocation: `preflight` in the job",
+    ]
+
+
+def _data(trial: Trial) -> str:
+    data = trial.resolved.config.data
+    if trial.tokens is None:
+        return "data.store is not given yet: train needs it; `python -m hpcllm prepare` writes one"
+    step = data.global_batch * data.sequence_length
+    rounds = trial.resolved.config.run.steps * step / trial.tokens
+    read = f"read {rounds:.3g} times in {trial.resolved.config.run.steps} steps"
+    return f"{data.store}: {trial.tokens:,} tokens, {step:,} a step, {read}"
+
+
+def _memory(largest: RankMemory) -> str:
+    step, host = size_text(largest.total - largest.checkpoint), size_text(largest.checkpoint)
+    return f"{step} of tensors on the largest rank, and {host} of the host's for writing checkpoints (predicted)"
+
+
+def _folder(trial: Trial) -> str:
+    run = trial.resolved.config.run
+    folder = Path(run.folder) / run.name
+    if trial.newest:
+        return f"goes on from {trial.newest}, up to step {run.steps}"
+    return f"begins at step 0 of {run.steps} in {folder}"
+
+
+def _time(trial: Trial) -> str:
+    step = trial.step
+    if step is None:
+        return f"not predicted: {trial.unknown}"
+    short = (
+        ""
+        if step.fits
+        else "; NOT ENOUGH MEMORY on a device of it (predicted): `plan --layout` says what holds how much"
+    )
+    return (
+        f"{step.iteration_time_s:.3g} s on {step.machine.name}, {step.tokens_per_s:,.0f} tokens/s, "
+        f"MFU {step.mfu:.1%} (predicted){short}"
+    )

@@ -1,0 +1,140 @@
+"""The command `memory`: print what each rank of a run will hold. Pure: starts no MPI, answers on a login node.
+
+RUN.toml --set ... --ranks N --> layout --> predict, once for each kind of rank --> a row for ranks that are alike
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hpcllm.cli.options import add_json, add_ranks, add_run_file, read_run
+from hpcllm.config.schema import Config
+from hpcllm.model.shapes import parameter_count
+from hpcllm.mpi.mesh_axes import coordinates
+from hpcllm.mpi.rank_names import name_ranks
+from hpcllm.pipeline.schedules import Schedule
+from hpcllm.plan.memory.predict import RankMemory, predict
+from hpcllm.plan.resolve import resolve
+from hpcllm.system.text import percent, size_text, table
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "checkpoint")
+LOWERED_BY = {
+    "parameters": "mesh.pp or mesh.tp; with mesh.pp = 1 optimizer.shard = 'all'",
+    "gradients": "optimizer.shard = 'states+gradients', mesh.pp or mesh.tp",
+    "optimizer": "optimizer.shard = 'states', mesh.pp or mesh.tp",
+    "activations": "more pipeline.microbatches, pipeline.recompute, mesh.sequence_parallel with mesh.tp, and "
+    "pipeline.loss_tokens where the vocabulary is large",
+    "buffers": "a smaller communication.bucket_mib",
+    "checkpoint": "checkpoint.asynchronous = false",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Ranks that hold the same number of bytes."""
+
+    stage: int
+    ranks: list[int]
+    memory: RankMemory
+
+    @property
+    def name(self) -> str:
+        return f"stage {self.stage} ({name_ranks(self.ranks, 3)})"
+
+    def share(self, part: str) -> float:
+        size: int = getattr(self.memory, part)
+        return size / self.memory.total
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description = (
+        "Predict the memory of each rank of a run: parameters, gradients, optimizer, activations, buffers. Nothing is "
+        "run, so it answers at once on a login node."
+    )
+    add_run_file(parser)
+    add_ranks(parser)
+    add_json(parser, "print as JSON, sizes in bytes")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table. Raises UserError."""
+    resolved = resolve(read_run(arguments.run, arguments.overrides), arguments.ranks)
+    config, schedule = resolved.config, resolved.schedule
+    rows = list(_rows(config, schedule))
+    print(json.dumps(_facts(config, rows)) if arguments.json else "\n".join(_lines(config, rows)))
+    return 0
+
+
+def _rows(config: Config, schedule: Schedule) -> Iterator[Row]:
+    """Yield a row for ranks that are alike: replicas, and tp ranks unless the vocabulary divides unevenly."""
+    mesh = config.mesh
+    sizes = {"dp": mesh.dp, "pp": mesh.pp, "tp": mesh.tp}
+    places = [coordinates(rank, sizes, mesh.order) for rank in range(math.prod(sizes.values()))]
+    for stage in range(mesh.pp):
+        alike: dict[RankMemory, list[int]] = {}
+        of_tp = [predict(config, schedule, stage, tp_rank) for tp_rank in range(mesh.tp)]
+        for rank, place in enumerate(places):
+            if place["pp"] == stage:
+                alike.setdefault(of_tp[place["tp"]], []).append(rank)
+        yield from (Row(stage, ranks, memory) for memory, ranks in alike.items())
+
+
+def _facts(config: Config, rows: list[Row]) -> dict[str, Any]:
+    """Return {"parameters", "mesh", "ranks": [{"stage", "ranks", <part>_bytes, "total_bytes"}], "largest", "binds"}"""
+    largest = _largest(rows)
+    return {
+        "parameters": parameter_count(config.model),
+        "mesh": {"dp": config.mesh.dp, "pp": config.mesh.pp, "tp": config.mesh.tp},
+        "ranks": [
+            {"stage": row.stage, "ranks": row.ranks, "total_bytes": row.memory.total}
+            | {f"{part}_bytes": getattr(row.memory, part) for part in PARTS}
+            for row in rows
+        ],
+        "largest": largest.ranks[0],
+        "binds": _binds(largest),
+    }
+
+
+def _lines(config: Config, rows: list[Row]) -> list[str]:
+    mesh, largest = config.mesh, _largest(rows)
+    part = _binds(largest)
+    everywhere = sum(row.memory.total * len(row.ranks) for row in rows)
+    return [
+        f"{parameter_count(config.model):,} parameters ({config.model.preset}) in {config.precision.compute}, "
+        f"dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, shard {config.optimizer.shard!r}, recompute "
+        f"{config.pipeline.recompute!r}; predicted for each rank:",
+        "",
+        *table(["", *PARTS, "total"], list(_cells(rows)), indent="", gap="  "),
+        "",
+        f"all {mesh.dp * mesh.pp * mesh.tp} ranks together: {size_text(everywhere)}",
+        f"{name_ranks(largest.ranks, 3)} need{'s' if len(largest.ranks) == 1 else ''} most, "
+        f"{size_text(largest.memory.total)}, of which {percent(largest.share(part), 0)} are {part}; lowered by "
+        f"{LOWERED_BY[part]}",
+        "the interpreter and its libraries come on top, some hundred MB a rank",
+    ]
+
+
+def _cells(rows: list[Row]) -> Iterator[list[str]]:
+    """Yield a line for the ranks of a stage that are alike in the digits that are shown."""
+    alike: dict[tuple[str, ...], Row] = {}
+    for row in rows:
+        shown = (str(row.stage), *(size_text(getattr(row.memory, part)) for part in (*PARTS, "total")))
+        ranks = alike[shown].ranks if shown in alike else []
+        alike[shown] = Row(row.stage, sorted([*ranks, *row.ranks]), row.memory)
+    for shown, row in alike.items():
+        yield [row.name, *shown[1:]]
+
+
+def _largest(rows: list[Row]) -> Row:
+    return max(rows, key=lambda row: row.memory.total)
+
+
+def _binds(row: Row) -> str:
+    """Return the part that is most of a rank's memory."""
+    return max(PARTS, key=row.share)

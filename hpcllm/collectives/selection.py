@@ -1,0 +1,186 @@
+"""The algorithm that `auto` takes, and whether a codec pays. Pure: the planner and `perf tune` ask the same functions.
+
+Without measured rates, by rule, so that every run sums in the same order; arrays on the CPU:
+
+    one node,  raw    node_window; up to 64 KiB native where waits have no limit, so that the library may block
+    more,      raw    fp32 up to 64 KiB native, then two_level where ranks share nodes, else by size per rank
+    a codec           two_level where ranks share nodes, else two_step
+
+Arrays on a device share no windows: by the lines for more nodes, however many there are, with the library only up to
+64 KiB: it adds up on the host and takes a whole array there at once, while ours copy parts as others are on the wire.
+A wait with a limit polls, gives way and sleeps, and a library's sum moves on only when it is polled: 16 KiB between two
+ranks that compute in between took 600 us native and 40 in node_window.
+
+With measured rates, by cost.py:
+
+    candidates: algorithms that carry the codec and sum the dtype   ->   seconds of each   ->   least
+    a codec:    the least with it against the least raw             ->   with it only if 5 % faster
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpcllm.codecs.names import parse_name
+from hpcllm.collectives.cost import COSTS, cost_s, message_cost_s
+from hpcllm.collectives.tuning import VALUE_BITS, Coding, Rates, Shape, Tuning
+
+IN_WINDOWS = ("allreduce", "reduce_scatter", "allgather")
+SUMS = ("allreduce", "reduce_scatter")
+SMALL_BYTES = 64 << 10  # up to here latency decides, and the library's is the lowest
+LONG_CHUNK_BYTES = 32 << 10  # a ring sends 2 (ranks - 1) chunks one after another: worth it from here
+LEAST_GAIN = 1.05  # less is not worth a codec's error, nor the prediction's
+LARGEST_COUNT = 2**31 - 1  # of most MPI libraries
+# algorithms that round a partial sum at each of up to 2 (ranks - 1) hops: never with a lossy codec or 16-bit values
+ROUNDS_EACH_HOP = ("ring", "rabenseifner")
+
+
+@dataclass(frozen=True)
+class Values:
+    """Values that a collective is to sum or move: those of x, of `out` for an all-gather."""
+
+    n: int
+    item_bytes: int
+    dtype: str  # "float32", ...
+    codec: str  # "raw", ...
+    on_cpu: bool = True
+
+    @property
+    def size_bytes(self) -> int:
+        return self.n * self.item_bytes
+
+    @property
+    def raw(self) -> bool:
+        return self.codec == "raw"
+
+    @property
+    def full(self) -> bool:
+        return self.dtype == "float32"
+
+    @property
+    def small(self) -> bool:
+        return self.size_bytes <= SMALL_BYTES
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An algorithm and a codec for one call."""
+
+    algorithm: str
+    codec: str
+    predicted_s: float
+    why: str
+
+
+def by_rule(operation: str, x: Values, shape: Shape, may_block: bool) -> str:
+    """The algorithm for x over ranks that lie on nodes as shape says. may_block: true if waits have no limit."""
+    if x.raw and shape.nodes == 1 and operation in IN_WINDOWS and x.on_cpu:
+        may_use_library = operation not in SUMS or x.full
+        return "native" if x.small and may_use_library and may_block else "node_window"
+    if operation == "allreduce":
+        return _allreduce(x, shape)
+    if operation == "reduce_scatter":
+        if not (x.raw and x.full):
+            return "two_step"  # 16-bit sums too: it rounds once, a ring at every hop
+        return "native" if x.small else "ring"
+    if x.raw and library_counts(operation, x.n) and x.on_cpu:
+        return "native"  # nothing to add up: the library moves bytes as well as we do
+    if operation == "broadcast":
+        return "binomial" if x.small or shape.ranks <= 2 else "ring"
+    if operation == "alltoall":
+        return "pairwise"
+    return "bruck" if x.small else "ring"
+
+
+def _allreduce(x: Values, shape: Shape) -> str:
+    """The algorithm of an allreduce between nodes, or through a codec."""
+    if x.raw and x.full and x.small:
+        return "native"
+    if 1 < shape.nodes < shape.ranks and not (x.raw and x.small):
+        return "two_level"
+    if not x.raw:
+        return "two_step"
+    if x.small:
+        return "recursive_doubling"
+    if not x.full:
+        return "two_step"
+    return "ring" if x.size_bytes // shape.ranks >= LONG_CHUNK_BYTES else "rabenseifner"
+
+
+def candidates(operation: str, codec: str, dtype: str, shape: Shape, n: int = 0) -> list[str]:
+    """Algorithms that can run it on n values and that keep its error flat in the number of ranks."""
+    names = [name for name in COSTS[operation] if _suits(operation, name, codec, dtype, shape)]
+    return [name for name in names if name != "native" or library_counts(operation, n)]
+
+
+def library_counts(operation: str, n: int) -> bool:
+    """True if the MPI library takes n values: sums and copies of one buffer are cut, others cannot be."""
+    return n <= LARGEST_COUNT or operation in ("allreduce", "broadcast")
+
+
+def _suits(operation: str, algorithm: str, codec: str, dtype: str, shape: Shape) -> bool:
+    sums, full = operation in SUMS, dtype == "float32"
+    if algorithm == "native":
+        return codec == "raw" and (full or not sums)
+    if algorithm == "node_window":
+        return codec == "raw" and shape.nodes == 1
+    if algorithm == "two_level":
+        return 1 < shape.nodes < shape.ranks
+    if sums and algorithm in ROUNDS_EACH_HOP:
+        return full and parse_name(codec).lossless
+    return True
+
+
+def choose(operation: str, size_bytes: int, codec: str, dtype: str, shape: Shape, rates: Rates) -> Choice | None:
+    """The cheapest algorithm and codec for one call; None if the requested codec was not measured.
+
+    size_bytes: as cost.py counts it. dtype: "float32", ...; for others, which are only moved, rates are float32's.
+    """
+    raw = find_coding("raw", dtype, rates) or find_coding("raw", "float32", rates)
+    coding = find_coding(codec, dtype, rates) if codec != "raw" else raw
+    if raw is None or coding is None:
+        return None
+    plain_s, plain = _cheapest(operation, size_bytes, raw, "raw", dtype, shape, rates)
+    if codec == "raw":
+        return Choice(plain, codec, plain_s, "least time predicted")
+    coded_s, coded = _cheapest(operation, size_bytes, coding, codec, dtype, shape, rates)
+    if plain_s < LEAST_GAIN * coded_s:
+        return Choice(plain, "raw", plain_s, f"{codec} rejected: {_times(plain_s, coded_s)}")
+    return Choice(coded, codec, coded_s, f"{codec}: {_times(plain_s, coded_s)}")
+
+
+def link_codec(name: str, n: int, same_node: bool, tuning: Tuning | None, dtype: str = "float32") -> str:
+    """The codec to send n values with to one rank: `name`, or "raw" if the codec does not win by 5 %.
+
+    Without tuning, and for a codec that was not measured, `name`. Both ends find the same: it is arithmetic alone.
+    """
+    if tuning is None or name == "raw":
+        return name
+    rates = tuning.rates
+    raw, coding = find_coding("raw", dtype, rates), find_coding(name, dtype, rates)
+    if raw is None or coding is None:
+        return name
+    size_bytes = n * VALUE_BITS[dtype] // 8
+    plain_s, coded_s = (message_cost_s(size_bytes, each, same_node, rates) for each in (raw, coding))
+    return "raw" if plain_s < LEAST_GAIN * coded_s else name
+
+
+def find_coding(codec: str, dtype: str, rates: Rates) -> Coding | None:
+    """The measured rates of a codec; stochastic rounding counts as rounding to nearest if not measured."""
+    return rates.codings.get((codec, dtype)) or rates.codings.get((codec.removesuffix(":sr"), dtype))
+
+
+def _cheapest(
+    operation: str, size_bytes: int, coding: Coding, codec: str, dtype: str, shape: Shape, rates: Rates
+) -> tuple[float, str]:
+    names = candidates(operation, codec, dtype, shape, size_bytes // (VALUE_BITS.get(dtype, 8) // 8))
+    costs = {name: cost_s(operation, name, size_bytes, coding, shape, rates) for name in names}
+    least = min(costs, key=costs.__getitem__)
+    if "native" in costs and costs["native"] < LEAST_GAIN * costs[least]:
+        least = "native"
+    return costs[least], least
+
+
+def _times(plain_s: float, coded_s: float) -> str:
+    gain = plain_s / coded_s
+    return f"{gain:.2f}x only" if 1 <= gain < LEAST_GAIN else f"{gain:.2f}x"

@@ -1,0 +1,126 @@
+"""Machines as data: one TOML file each, in this folder or the user's own.
+
+    name                              what people call it
+    nodes                             of the whole machine
+    like                              a machine of this folder: what is not said here is as there, but for nodes, [cpu]
+                                      and near_cores
+    [cpu]      name, cores_per_node
+               peak_fp32_gflops_per_core      what one core could do at best: clock x FLOPs a cycle
+    [device]   name, per_node, memory_gb      a device is what one rank drives: a GPU, or half of one (GCD, tile)
+               per_package                    devices in one housing, nearer to one another than to others; left out: 1
+               family, multiprocessors        whose kernels are alike: plan/time/roofline.py; how many work at once
+               cache_mb                       the last one before its memory
+               usable_memory_gib              what drivers leave of its memory to processes
+               hbm_gb_s                       of its own memory
+               peak_bf16_tflops               of the data sheet, without sparsity; peak_fp16_tflops where it has no bf16
+               gemm_bf16_tflops               what large matrix products reach
+               near_cores                     those of each device, in the order of the devices: "49-55"
+    [links]    kind                           inside a node, each way:
+               pair_gb_s, package_gb_s        of two devices, the slowest pair; of two of a package, left out: the same
+               device_gb_s                    of a device to all others at once
+               message_share                  of these: what a large message gets
+               collective_gb_s                bus bandwidth of the vendor's collectives over a node, large messages
+               latency_s                      of a step of these
+    [network]  nic, nics_per_node, nic_gb_s   of one, in each direction: the line rate
+               latency_s                      of a message
+               mpi_share                      of the line rate: what large messages of MPI get, all devices sending
+               message_share, collective_share   the same of the vendor's library: its messages, its collectives (bus
+                                              bandwidth), as training has them
+               loss_per_doubling              a node's collectives over n nodes take (1 + this x log2 n) times as long
+               topology, group_nodes          nodes of a dragonfly's group or of a fat tree's pod
+               group_taper                    what can leave a group / what its nodes can send
+    [power]    node_w, device_w               with all devices at work: an estimate
+
+A number that nobody knows is left out; what the planner puts in its place: plan/machine.py. gb is 10^9 bytes. Pure:
+imports neither torch nor mpi4py.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from hpcllm.errors import ConfigError
+
+FOLDER = Path(__file__).parent
+OF_ITS_OWN = (("cpu",), ("device", "near_cores"))  # of a file: never as in the machine that it is like
+# Words of a device's name -> peak bf16 TFLOP/s of what PyTorch calls a device, dense, by the vendors' data sheets (an
+# MI250X's halved for a GCD of it). The first line that fits counts. With a star: not looked up again.
+DEVICES = (
+    (("MI250X",), 191.5),  # 383
+    (("MI250",), 181.0),  # 362.1 *
+    (("MI300A",), 980.6),  # *
+    (("MI300X",), 1307.0),
+    (("GH200",), 989.0),
+    (("H200",), 989.0),  # *
+    (("H100", "PCIe"), 756.0),  # *
+    (("H100", "NVL"), 835.0),  # *
+    (("H100",), 989.0),
+    (("A100",), 312.0),
+)
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def load(machine: str) -> dict[str, Any]:
+    """The tables of a machine by name or path. Raises ConfigError."""
+    tables = _read(machine)
+    base = tables.pop("like", None)
+    if base is None:
+        return tables
+    if base not in names() or "like" in _read(base):
+        valid = ", ".join(name for name in names() if "like" not in _read(name))
+        raise ConfigError(f"machine {machine!r}: like = {base!r} cannot be; valid: {valid}")
+    return _joined(_read(base), tables)
+
+
+def _read(machine: str) -> dict[str, Any]:
+    path = FOLDER / f"{machine}.toml" if machine in names() else Path(machine)
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(
+            f"machine {machine!r} is neither a known one ({', '.join(names())}) nor a readable TOML file: {error}"
+        ) from error
+
+
+def _joined(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Merge two machines: the values of `own`, and those of `base` that `own` does not give."""
+    for *titles, key in OF_ITS_OWN:
+        table = base
+        for title in titles:
+            table = table.get(title, {})
+        table.pop(key, None)
+    base.pop("nodes", None)
+    merged = {**base, **own}
+    for title in base.keys() & own.keys():
+        if isinstance(base[title], dict) and isinstance(own[title], dict):
+            merged[title] = {**base[title], **own[title]}
+    return merged
+
+
+def peak_tflops(machine: str, threads: int, on_device: bool = False) -> float | None:
+    """Peak TFLOP/s of one rank: bf16 on its device, or fp32 on `threads` cores. None without a machine.
+
+    Raises ConfigError.
+    """
+    if not machine:
+        return None
+    if on_device:
+        return _number(machine, "device", "peak_bf16_tflops")
+    return _number(machine, "cpu", "peak_fp32_gflops_per_core") * threads / 1000
+
+
+def peak_of_device(name: str) -> float | None:
+    """Peak bf16 TFLOP/s of a device by the name that its driver gives; None: not known."""
+    return next((peak for words, peak in DEVICES if all(word in name for word in words)), None)
+
+
+def _number(machine: str, table: str, key: str) -> float:
+    try:
+        return float(load(machine)[table][key])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"run.machine = {machine!r} has no number {table}.{key}") from error

@@ -1,0 +1,1 @@
+"""Evaluation of a model: its loss on held-out text and bits per byte (held_out.py)."""

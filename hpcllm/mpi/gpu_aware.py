@@ -1,0 +1,197 @@
+"""Can this MPI read a device's memory? Tried by sending some, in a process that may die of it.
+
+    communication.gpu_aware
+    yes, no      as the user says
+    auto         1  first rank of each node: a child process, an MPI job of its own, sends device memory to itself
+                       lives, and the bytes are right     go on
+                       dies, hangs, or they are wrong     no: messages go through pinned host memory
+                       cannot start MPI by itself         what the library says about itself
+                 2  every rank sends device memory to the next one; all bytes are right    yes
+
+An MPI that is not GPU-aware takes the address for one of the CPU, and the process dies of SIGSEGV: a flag that says so
+may be missing, wrong, or about another build, so it is tried. The child is started by vfork and exec, never a fork of a
+process in which MPI runs. Ranks of other nodes wait asleep.
+Sources of what libraries say: Open MPI, MPIX_Query_cuda_support(3) and MPIX_Query_rocm_support(3); MPICH,
+MPIX_GPU_query_support(3); HPE Cray MPI, intro_mpi(3), MPICH_GPU_SUPPORT_ENABLED.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+import hpcllm
+from hpcllm.errors import StallError
+from hpcllm.mpi import buffers
+from hpcllm.mpi.gpu_aware_trial import SIZES, STARTED, pattern
+from hpcllm.mpi.wait import Waits, name_rank
+
+TRIAL_LIMIT_S = 120.0  # of a child that reads PyTorch from a slow file system
+EXCHANGE_LIMIT_S = 60.0
+# what launchers and batch systems tell a process of the job that it belongs to
+OF_A_JOB = (
+    "PMI_", "PMI2_", "PMIX_", "PALS_", "ALPS_", "HYDRA_", "HYDI_", "PRTE_", "SLURM_", "FLUX_", "OMPI_COMM_WORLD_",
+    "OMPI_UNIVERSE_", "OMPI_APP_", "OMPI_FILE_", "OMPI_FIRST_", "OMPI_NUM_", "OMPI_MCA_orte_", "OMPI_MCA_ess_",
+    "OMPI_MCA_pmix", "MPI_LOCAL",
+)  # fmt: skip
+CUDA, LEVEL_ZERO, HIP = range(3)  # MPICH's numbers of what a GPU is programmed by
+_given_up: list[torch.Tensor] = []  # memory of messages that may still be on their way
+
+
+@dataclass(frozen=True)
+class DeviceAccess:
+    """Result of the trials. direct: MPI reads memory of the device. why: for people, without a full stop."""
+
+    direct: bool
+    why: str
+
+
+def gpu_aware(comm: MPI.Intracomm, device: torch.device, setting: str = "auto") -> DeviceAccess:
+    """Find out if MPI reads memory of this device, on every rank; for message_memory.let_mpi_read_devices.
+
+    device: of this rank. setting: communication.gpu_aware. Collective over comm; takes a second or more. Never raises
+    for what it finds.
+    """
+    if setting != "auto":
+        return DeviceAccess(setting == "yes", f'communication.gpu_aware = "{setting}"')
+    own = MPI.Intracomm(comm.Dup())
+    node = MPI.Intracomm(own.Split_type(MPI.COMM_TYPE_SHARED, own.rank))
+    found = alive = _agreed(
+        own, try_in_child(device) if node.rank == 0 and device.type != "cpu" else _no_device(device)
+    )
+    node.Free()
+    if alive.direct:
+        found = _agreed(own, _try_in_ring(own, device))
+    if found.direct or not alive.direct:  # else messages may still be on their way
+        own.Free()
+    return found
+
+
+def _no_device(device: torch.device) -> DeviceAccess:
+    return DeviceAccess(device.type != "cpu", "the values are on the CPU")
+
+
+def _agreed(comm: MPI.Intracomm, mine: DeviceAccess) -> DeviceAccess:
+    """Return the first rank's no, or rank 0's yes if there is no no. Collective over comm; waits asleep."""
+    waits = Waits(2 * TRIAL_LIMIT_S)
+    first = np.array([comm.size if mine.direct else comm.rank])
+    waits.allreduce(comm, first, lambda: f"{comm.size} ranks to try GPU-aware MPI", MPI.MIN)
+    root = int(first[0]) % comm.size
+    direct, why = comm.bcast((mine.direct, mine.why) if comm.rank == root else None, root)
+    return DeviceAccess(direct, f"{name_rank(comm, root)}: {why}" if root and not direct else why)
+
+
+def try_in_child(device: torch.device, limit_s: float = TRIAL_LIMIT_S) -> DeviceAccess:
+    """Return what a child process found that sends memory of the device to itself. Not collective."""
+    command = [sys.executable, "-m", "hpcllm.mpi.gpu_aware_trial", str(device)]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_JOB)}
+    package = str(Path(hpcllm.__file__).resolve().parent.parent)  # however this process came to find it
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
+    try:
+        child = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        return _verdict(None, error.stdout or b"", device)
+    except OSError as error:
+        return _by_library(device, f"no child process could be started ({error.strerror})")
+    return _verdict(child.returncode, child.stdout, device)
+
+
+def _verdict(code: int | None, output: bytes, device: torch.device) -> DeviceAccess:
+    """code: exit code of the child, None if it was stopped at the limit."""
+    words = output.decode(errors="replace").splitlines()
+    if STARTED not in words:
+        return _by_library(device, "a child process could not start MPI by itself")
+    if code == 0:
+        return DeviceAccess(True, "device memory was sent and came back right")
+    if code is None:
+        return DeviceAccess(False, "a child process that sent device memory did not end")
+    if code < 0:
+        return DeviceAccess(False, f"a child process that sent device memory died of {signal.Signals(-code).name}")
+    return DeviceAccess(False, f"a child process could not send device memory: {words[-1]}")
+
+
+def _try_in_ring(comm: MPI.Intracomm, device: torch.device) -> DeviceAccess:
+    """Send device memory to the next rank and receive that of the one before. Collective over comm."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for size_bytes in SIZES:
+        sent, landing = pattern(size_bytes, comm.rank).to(device), torch.zeros(size_bytes, dtype=torch.uint8).to(device)
+        torch.accelerator.synchronize(device)
+        try:
+            requests = buffers.irecv(comm, landing, left, 0) + buffers.isend(comm, sent, right, 0)
+            Waits(EXCHANGE_LIMIT_S).all(requests, lambda: f"device memory from {name_rank(comm, left)}")
+        except StallError:
+            _given_up.extend((sent, landing))
+            return DeviceAccess(
+                False, f"device memory from {name_rank(comm, left)} did not come in {EXCHANGE_LIMIT_S:g} s"
+            )
+        except MPI.Exception as error:
+            return DeviceAccess(False, f"MPI did not take device memory: {error.Get_error_string()}")
+        if not torch.equal(landing.cpu(), pattern(size_bytes, left)):
+            return DeviceAccess(False, f"{size_bytes} bytes of device memory from {name_rank(comm, left)} came wrong")
+    return DeviceAccess(True, "device memory was sent and came right")
+
+
+def _by_library(device: torch.device, cause: str) -> DeviceAccess:
+    says = library_says(MPI.Get_library_version(), _kind(device), os.environ, " ".join(mpi_libraries()), _call)
+    if says is None:
+        return DeviceAccess(False, f"{cause}, and the library does not say that it is GPU-aware")
+    return DeviceAccess(says, f"{cause}; the library says {'yes' if says else 'no'}")
+
+
+def library_says(
+    version: str, kind: int | None, environment: Mapping[str, str], mapped: str, call: Callable[..., int | None]
+) -> bool | None:
+    """Return what the MPI library says of devices of that kind (CUDA, HIP, ...), None for nothing. Pure but for `call`.
+
+    version: MPI's text. mapped: paths of its loaded files. call(name, *arguments): a C function of the library's,
+    None if it has none of that name.
+    """
+    if "CRAY MPICH" in version.upper():
+        return environment.get("MPICH_GPU_SUPPORT_ENABLED") == "1" and "libmpi_gtl_" in mapped
+    if kind is None:
+        return None
+    if "Open MPI" in version:
+        answer = call({CUDA: "MPIX_Query_cuda_support", HIP: "MPIX_Query_rocm_support"}.get(kind, ""))
+        return None if answer is None else answer == 1
+    flag = ctypes.c_int(0)
+    failed = call("MPIX_GPU_query_support", ctypes.c_int(kind), ctypes.byref(flag))
+    return None if failed is None else not failed and flag.value == 1
+
+
+def _kind(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return HIP if torch.version.hip else CUDA
+    return LEVEL_ZERO if device.type == "xpu" else None
+
+
+def _call(name: str, *arguments: object) -> int | None:
+    """Call a C function of the MPI library in this process; None if there is none of that name."""
+    for path in [None, *mpi_libraries()]:
+        try:
+            answer: int = getattr(ctypes.CDLL(path), name)(*arguments)
+        except (OSError, AttributeError, ValueError):
+            continue
+        return answer
+    return None
+
+
+def mpi_libraries() -> list[str]:
+    """Return the paths of loaded files whose names begin with libmpi, sorted; [] where the kernel does not tell."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+            found = {line[line.index("/") :].strip() for line in lines if "/libmpi" in line}
+    except OSError:
+        return []
+    return sorted(found)

@@ -1,0 +1,104 @@
+r"""Replicas hold the same parameters, bit for bit; this finds out when they no longer do.
+
+                tp 0             tp 1
+    dp 0    [ a0 | norm ]    [ a1 | norm ]      over dp: everything, unless it is sharded there
+    dp 1    [ a0 | norm ]    [ a1 | norm ]      over tp: what it does not split
+
+    tensors --a sum each--> n words --64-bit hash--> largest and smallest over an axis --equal?--> go on
+                                                                                       \-- no --> who differs, and where
+
+Sums are made to give the same bits everywhere, so a difference means broken memory, a broken link or a defect, and
+every later step would hide it further.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from hpcllm.errors import ReplicaError
+from hpcllm.model.shapes import split_dim
+from hpcllm.mpi import buffers
+from hpcllm.mpi.mesh import Mesh
+from hpcllm.mpi.wait import Waits
+
+WORDS = {2: torch.int16, 4: torch.int32}  # by the bytes of a value
+MIX = -0x61C8864680B583EB  # 2^64 over the golden ratio, modulo 2^64, as a signed number
+CHUNK = 1 << 22  # words: 32 MiB of products at a time
+
+
+def check_replicas(
+    parameters: Mapping[str, torch.Tensor], mesh: Mesh, waits: Waits, step: int, sharded: bool = False
+) -> None:
+    """Compare what ranks should hold alike. Collective over dp and tp. Raises ReplicaError on all that were compared.
+
+    parameters: name -> what this rank keeps of it, contiguous: all of it, or with `sharded` the range that it owns
+    among the replicas, which is the same range on each rank of tp that has the parameter whole.
+    """
+    if not sharded:
+        _compare(parameters, mesh.dp, "replicas", waits, step)
+    repeated = {name: tensor for name, tensor in parameters.items() if split_dim(name) is None}
+    _compare(repeated, mesh.tp, "ranks of tp", waits, step)
+
+
+def _compare(tensors: Mapping[str, torch.Tensor], axis: MPI.Intracomm, who: str, waits: Waits, step: int) -> None:
+    if axis.size == 1:
+        return
+    sums = checksums(list(tensors.values()))
+    digest = np.frombuffer(hashlib.blake2b(sums.tobytes(), digest_size=8).digest(), dtype=np.uint64)
+    extremes = np.concatenate([digest, ~digest])  # the largest ~hash is that of the smallest hash
+    waits.allreduce(axis, extremes, lambda: f"{axis.size} {who} to compare their parameters", MPI.MAX)
+    if extremes[0] != ~extremes[1]:
+        raise _difference(list(tensors), sums, axis, who, step)
+
+
+def checksums(tensors: Sequence[torch.Tensor]) -> NDArray[np.uint64]:
+    """(tensors,) One number each, of the bits of a contiguous tensor: crc32 on the CPU, weighted sums on a device."""
+    if not any(tensor.is_cpu for tensor in tensors):
+        return _device_checksums(tensors)
+    return np.array([zlib.crc32(buffers.as_bytes(tensor).numpy().data) for tensor in tensors], dtype=np.uint64)
+
+
+def _device_checksums(tensors: Sequence[torch.Tensor]) -> NDArray[np.uint64]:
+    """Sum over i of word i times weight i, modulo 2^64, of each CHUNK of words; then the same of a tensor's sums.
+
+    A weight is odd, so no change of a single word goes unseen. The host waits once, for all tensors together.
+    """
+    if not tensors:
+        return np.empty(0, dtype=np.uint64)
+    most = max(tensor.numel() for tensor in tensors)
+    weights = _weights(0, min(CHUNK, most), tensors[0].device)
+    of_sums = _weights(CHUNK, -(-most // CHUNK), tensors[0].device)
+    sums = []
+    for tensor in tensors:
+        words = tensor.detach().view(-1).view(WORDS[tensor.element_size()])
+        parts = torch.stack([(chunk * weights[: chunk.numel()]).sum() for chunk in torch.split(words, CHUNK)])
+        sums.append((parts * of_sums[: parts.numel()]).sum())
+    return torch.stack(sums).cpu().numpy().view(np.uint64)
+
+
+def _weights(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """(count,) int64, odd, those of places first, first + 1, ...: no two that are alike, or multiples of each other."""
+    bits = torch.arange(first + 1, first + count + 1, device=device).mul_(MIX)
+    return bits.bitwise_xor_(bits >> 29).mul_(MIX).bitwise_or_(1)
+
+
+def _difference(names: list[str], sums: NDArray[np.uint64], axis: MPI.Intracomm, who: str, step: int) -> ReplicaError:
+    """Describe the tensors that differ, and on which ranks. Collective over the axis; only on the way out."""
+    table = np.empty((axis.size, len(sums)), dtype=np.uint64)
+    axis.Allgather(sums, table)
+    differs = (table != table[0]).any(axis=0)
+    first = int(differs.argmax())
+    ranks = axis.group.Translate_ranks(list(range(axis.size)), MPI.COMM_WORLD.group)
+    odd = [ranks[place] for place in range(axis.size) if table[place, first] != table[0, first]]
+    return ReplicaError(
+        f"step {step}: {who} no longer hold the same parameters; {int(differs.sum())} of {len(names)} differ, first "
+        f"{names[first]}: rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd[:5]))} against rank {ranks[0]}. "
+        "Go on from an earlier checkpoint; if it comes back on the same node, its memory or its link is at fault"
+    )

@@ -1,0 +1,167 @@
+"""Weights that are sharded too: a unit's are gathered before its work and freed after it (ZeRO-3).
+
+    forward    before b0: gather b0, b1 --> work --> after b0: free     before b1: gather b2 --> work --> ...
+    backward   before b2: gather b2, b1 --> work --> after b2: free     before b1: gather b0 --> work --> ...
+
+Autograd keeps views of the weights from the forward to the backward pass. So a unit's flat array stays the same
+tensor, but its memory is freed and taken again: the storage is resized to nothing and to its size. Embeddings, final
+norm and head, the unit "ends", stay from their first use in a step to its update; the last block stays at the turn from
+forward to backward, the first one from a backward pass to the next microbatch.
+
+A lossy codec codes the weights themselves here: nobody has the old ones to add a difference to. The owner's are exact,
+so errors do not add up. Sources: arXiv:1910.02054 section 5.3; coded weights: arXiv:2306.10209 section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+from hpcllm.codecs import find_codec
+from hpcllm.collectives import Group, allgather
+from hpcllm.collectives.worker import Worker
+from hpcllm.model.unshard_hooks import ENDS, UnshardHooks
+from hpcllm.optim.flat_buffers import Range
+from hpcllm.optim.shard_spec import Fill, ShardSpec
+
+
+class Zero3Weights:
+    """This rank's shards of the weights, and the units that are gathered now. See gathered_weights.Weights.
+
+    Is its own UnshardHooks.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ShardSpec],
+        parameters: Mapping[str, nn.Parameter],
+        fill: Fill,
+        codec: str,
+        replicas: Group,
+        worker: Worker,
+    ) -> None:
+        """Fill one buffer after another, cut it and free it: the whole model is never here.
+
+        replicas: a group with messages of its own, for the worker's thread.
+        """
+        self.exact = False
+        self.specs, self.codec, self.replicas, self.worker = specs, codec, replicas, worker
+        self.arrays: list[Tensor] = []  # (buffer.size,) each, without memory while their unit is freed
+        self.shards: list[Tensor] = []  # (owned,)
+        for spec in specs:
+            array = spec.flatten(parameters, parameters[spec.buffer.names[0]].new_empty(spec.buffer.size), fill)
+            self.arrays.append(array)
+            self.shards.append(array[spec.start : spec.end].clone())
+            array.untyped_storage().resize_(0)
+        self.is_lossy = any(not find_codec(codec, shard.dtype).lossless for shard in self.shards)
+        units = [spec.buffer.traits.unit for spec in specs]
+        self._members = {unit: [n for n, of in enumerate(units) if of == unit] for unit in units}
+        self._order = [unit for unit in reversed(self._members) if unit != ENDS]  # blocks, in forward order
+        self._gathered: dict[str, list[Future[None]]] = {}
+
+    @property
+    def unshard_hooks(self) -> UnshardHooks:
+        return self
+
+    def owned(self, number: int, part: Range) -> Tensor:
+        start = part.place - self.specs[number].start
+        return self.shards[number][start : start + part.end - part.start]
+
+    def refresh(self, number: int, master: Tensor | None) -> None:
+        """Free the unit: its gathered weights are old."""
+        self.free(self.specs[number].buffer.traits.unit)
+        if master is not None:
+            self.shards[number].copy_(master)
+
+    def settle(self) -> None:
+        for futures in self._gathered.values():
+            self._wait(futures)
+
+    def restored(self) -> None:
+        for unit in list(self._gathered):
+            self.free(unit)
+
+    def before_unit(self, unit: str, x: Tensor) -> Tensor:
+        was_freed = unit not in self._gathered
+        self.gather(unit)
+        if unit != ENDS or was_freed:  # at the head the first block is not needed again
+            self._prefetch(self._place(unit) + 1)
+        self._wait(self._gathered[unit])
+        if unit == ENDS or not x.requires_grad or not torch.is_grad_enabled():
+            return x
+        return _BackwardHook.apply(x, partial(self.after_backward, unit))  # type: ignore[no-untyped-call, no-any-return]
+
+    def after_unit(self, unit: str, x: Tensor) -> Tensor:
+        if not x.requires_grad or not torch.is_grad_enabled():
+            self.free(unit)
+            return x
+        if unit != self._order[-1]:
+            self.free(unit)
+        return _BackwardHook.apply(x, partial(self.before_backward, unit))  # type: ignore[no-untyped-call, no-any-return]
+
+    def before_backward(self, unit: str) -> None:
+        """Called before the unit's backward pass."""
+        self.gather(unit)
+        self._prefetch(self._place(unit) - 1)
+        self._wait(self._gathered[unit])
+
+    def after_backward(self, unit: str) -> None:
+        """Called after the unit's backward pass."""
+        if unit != self._order[0]:
+            self.free(unit)
+
+    def gather(self, unit: str) -> None:
+        """Start to gather a unit, unless it is gathered or being gathered."""
+        if unit not in self._gathered:
+            for number in self._members[unit]:
+                array = self.arrays[number]
+                array.untyped_storage().resize_(array.nbytes)
+            jobs = [partial(self._allgather, number, self.exact) for number in self._members[unit]]
+            self._gathered[unit] = [self.worker.submit(job) for job in jobs]
+
+    def free(self, unit: str) -> None:
+        """Give back the memory of a unit, if it is gathered."""
+        if unit in self._gathered:
+            self._wait(self._gathered.pop(unit))
+            for number in self._members[unit]:
+                self.arrays[number].untyped_storage().resize_(0)
+
+    def _place(self, unit: str) -> int:
+        return -1 if unit == ENDS else self._order.index(unit)
+
+    def _prefetch(self, place: int) -> None:
+        """Start to gather the block there, if there is one."""
+        if 0 <= place < len(self._order):
+            self.gather(self._order[place])
+
+    def _wait(self, futures: list[Future[None]]) -> None:
+        for future in futures:
+            self.worker.wait(future)
+        futures.clear()
+
+    def _allgather(self, number: int, exact: bool) -> None:
+        raw = exact or (self.is_lossy and self.specs[number].buffer.traits.exact)
+        array = self.arrays[number]
+        if array.is_cpu:
+            array = from_dlpack(array)  # NumPy, which collectives go through there, pins a storage's size
+        allgather(self.shards[number], self.replicas, "raw" if raw else self.codec, out=array)
+
+
+class _BackwardHook(torch.autograd.Function):
+    """Pass x on as it is; call `act` when its gradient comes back here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, act: Callable[[], None]) -> Tensor:
+        ctx.act = act
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.act()
+        return gradient, None

@@ -1,0 +1,300 @@
+"""Search the fastest layouts of our trainer for a model on so many devices: best first, by lower bounds.
+
+    _Shape     tp, pp, dp, micro_batch     the mean work of all ranks
+    _Flavour   + precision, codecs, ...    + messages over tp
+    _Scheduled + schedule, chunks          the longest chain of work and messages over stages (timeline.earliest_ends)
+    _Leaf      + shard, recompute          + exchange over dp, optimizer         does it fit? --> Prediction
+
+All wait in one queue, the least bound first. The first one is taken out and refined: a shape into its flavours, these
+into schedules, these into leaves; a leaf that does not fit into one that recomputes more, one that fits into a
+prediction. As no layout is faster than its bound, the search is over when as many as requested are predicted that are
+faster than whatever waits: nothing in the queue can be among them. Pure.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpcllm.errors import ConfigError, UserError
+from hpcllm.model.shapes import StageSpan
+from hpcllm.plan.layout_space import RECOMPUTE, Constraints, Space, parse_constraints
+from hpcllm.plan.layouts import Layout, Shard
+from hpcllm.plan.machine import Machine, read_machine
+from hpcllm.plan.memory.predict import SHARDS, lower_bound, states_lower_bound
+from hpcllm.plan.models import HALVED, Model, StageKind, read_model
+from hpcllm.plan.prediction import Prediction, Step, StepCache
+from hpcllm.plan.run_config import check_fit
+from hpcllm.plan.time.passes import Passes
+from hpcllm.plan.time.timeline import earliest_ends
+
+HEADROOM = 0.05  # share of usable memory that stays free: error of its prediction
+MOST_DEVICES = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Result of a search: the best layouts first, and what became of the rest."""
+
+    machine: Machine
+    model: Model
+    devices: int
+    global_batch: int
+    constraints: Constraints
+    best: tuple[Prediction, ...]
+    counts: Mapping[str, int]  # layouts: predicted, does not fit, refused, slower (not looked at in full)
+    rejected: Mapping[str, int]  # message of the trainer -> layouts
+    nearest: Prediction | None  # if nothing fits: the one that lacks least memory
+    headroom: float  # share of each device's memory that is left free
+
+    @property
+    def idle(self) -> int:
+        """Number of devices that the best layout leaves idle, because no layout with all of them exists or fits."""
+        return self.devices - self.best[0].layout.devices if self.best else 0
+
+
+def search(
+    machine: str | Path | Machine,
+    model: str | Mapping[str, Any] | Model,
+    devices: int,
+    global_batch: int,
+    *,
+    sequence: int | None = None,
+    top: int = 10,
+    constraints: str | Sequence[str] | Constraints = (),
+) -> Search:
+    """Find the `top` fastest layouts that fit, each accepted by our trainer. Raises ConfigError."""
+    limits = (("devices", devices, MOST_DEVICES), ("global_batch", global_batch, 1 << 40), ("top", top, 1000))
+    for key, value, most in limits:
+        if type(value) is not int or not 1 <= value <= most:
+            raise ConfigError(f"{key} = {value!r}; valid: a whole number from 1 to {most}")
+    space = Space(
+        machine=read_machine(machine),
+        model=read_model(model, sequence),
+        devices=devices,
+        global_batch=global_batch,
+        constraints=constraints if isinstance(constraints, Constraints) else parse_constraints(constraints),
+    )
+    state = _State(space, top)
+    _run(state, space.shapes())
+    if not state.found:
+        _run(state, space.shapes(fewer=True))
+    return state.result()
+
+
+def _run(state: _State, shapes: Iterator[Layout]) -> None:
+    """Take the entry with the least bound and refine it, until nothing that waits can be among the best."""
+    queue: list[tuple[float, int, _Entry]] = []  # among equal bounds the earliest entry comes first
+    number = 0
+    entries: Iterator[_Entry] = filter(None, map(state.shape, shapes))
+    while True:
+        for entry in entries:
+            heapq.heappush(queue, (entry.bound_s, number, entry))
+            number += 1
+        if not queue or state.is_over(queue[0][0]):
+            break
+        entries = heapq.heappop(queue)[2].refine(state)
+    state.counts["slower"] += sum(entry.layouts for *_, entry in queue)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """All layouts of one tp, pp, dp and micro_batch."""
+
+    bound_s: float  # no step of these layouts is shorter
+    layouts: int  # number of them
+    layout: Layout
+
+    def refine(self, state: _State) -> Iterator[_Entry]:
+        """Choose precision, codecs, order; count the messages over tp."""
+        flavours = list(state.space.flavours(self.layout))
+        for flavour in flavours:
+            step = state.step(flavour)
+            one = step.passes_of(state.whole_model)
+            bound_s = step.microbatches * (one.forward.total_s + one.backward.total_s) / self.layout.pp
+            yield _Flavour(bound_s, self.layouts // len(flavours), step)
+
+
+@dataclass(frozen=True)
+class _Flavour:
+    """All schedules and shards of a shape with a flavour."""
+
+    bound_s: float
+    layouts: int
+    step: Step
+
+    def refine(self, state: _State) -> Iterator[_Entry]:
+        """Choose the schedule; count its longest chain of work and messages over stages."""
+        layout = self.step.layout
+        shards = state.space.shards(layout)
+        halved = state.step(replace(layout, schedule=HALVED[0])).cache
+        for schedule, chunks in state.space.schedules(layout):
+            cache = halved if schedule in HALVED else self.step.cache
+            step = state.step(replace(layout, schedule=schedule, chunks=chunks), cache)
+            ends = _ends(step)
+            yield _Scheduled(max(ends), len(shards), step, shards, ends)
+
+
+@dataclass(frozen=True)
+class _Scheduled:
+    """All shards of a layout with a schedule."""
+
+    bound_s: float
+    layouts: int
+    step: Step
+    shards: list[Shard]
+    ends: list[float]  # earliest end of each pipeline rank's passes
+
+    def refine(self, state: _State) -> Iterator[_Entry]:
+        """Choose the shard; count what each rank does after its passes."""
+        for shard in self.shards:
+            leaf = state.leaf(state.step(replace(self.step.layout, shard=shard), self.step.cache), self.ends)
+            if leaf:
+                yield leaf
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """One layout, which fits as far as its lower bound of memory says."""
+
+    bound_s: float
+    step: Step
+    layouts: int = 1
+
+    def refine(self, state: _State) -> Iterator[_Entry]:
+        """Predict the layout if it fits; else recompute more."""
+        needed = max(stage.device_bytes for stage in self.step.memory)
+        if needed <= state.room:
+            state.predict(self.step)
+        elif leaf := state.with_less_memory(self.step, needed):
+            yield leaf
+
+
+_Entry = _Shape | _Flavour | _Scheduled | _Leaf
+
+
+class _State:
+    """Findings of a search so far, and times that its entries share."""
+
+    def __init__(self, space: Space, top: int) -> None:
+        self.space, self.top = space, top
+        self.room = (1 - HEADROOM) * space.machine.device.usable_bytes
+        self.whole_model = StageSpan(0, space.model.shape.layers, True, True)
+        self.found: list[tuple[tuple[float, ...], Prediction]] = []  # sorted
+        self.counts: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
+        self.nearest: tuple[float, Layout] | None = None  # bytes needed
+        self._passes: dict[Layout, dict[StageKind, Passes]] = {}
+        self._work_s: dict[tuple[int, int], float] = {}
+
+    def is_over(self, bound_s: float) -> bool:
+        """Return True if a layout of this bound cannot be among the best."""
+        last = self.found[self.top - 1][0][0] if len(self.found) >= self.top else math.inf
+        return _rounded(bound_s) > last
+
+    def shape(self, shape: Layout) -> _Shape | None:
+        """Bound a shape by the mean work of all pipeline ranks; None if it cannot fit, or constraints leave nothing."""
+        layouts, shards = self.space.count(shape), self.space.shards(shape)
+        if not layouts:
+            return None
+        smallest = replace(shape, shard=shards[-1])
+        needed = states_lower_bound(self.space.model, smallest)
+        if needed > self.room:
+            self._does_not_fit(layouts, needed, smallest)
+            return None
+        microbatches = shape.microbatches(self.space.global_batch)
+        return _Shape(microbatches * self._least_work_s(shape) / shape.pp, layouts, shape)
+
+    def _least_work_s(self, shape: Layout) -> float:
+        """Return the seconds of a microbatch through the whole model, without messages, for the fastest flavour."""
+        key = shape.tp, shape.micro_batch
+        if key not in self._work_s:
+            flavours = self.space.flavours(Layout(tp=shape.tp, micro_batch=shape.micro_batch))
+            passes = [self.step(flavour).passes_of(self.whole_model) for flavour in flavours]
+            self._work_s[key] = min(one.forward.compute_s + one.backward.compute_s for one in passes)
+        return self._work_s[key]
+
+    def leaf(self, step: Step, ends: Sequence[float]) -> _Leaf | None:
+        """Bound one layout, or the next one that recomputes more and may fit; None if none may fit."""
+        needed = lower_bound(step.model, step.layout, step.global_batch)
+        if needed > self.room:
+            return self.with_less_memory(step, needed)
+        return _Leaf(max(rank.step_s(end_s) for end_s, rank in zip(ends, step.ranks, strict=True)), step)
+
+    def with_less_memory(self, step: Step, needed: float) -> _Leaf | None:
+        """Recompute more than a layout that does not fit; None if that is impossible or does not help."""
+        less = self.space.with_less_memory(step.layout)
+        if less is None:
+            self._does_not_fit(1, needed, step.layout)
+            return None
+        recomputing = self.step(less)
+        return self.leaf(recomputing, _ends(recomputing))
+
+    def predict(self, step: Step) -> None:
+        """Predict a layout that fits, if our trainer accepts it."""
+        try:
+            check_fit(step.model, step.layout, step.global_batch)
+        except UserError as error:
+            self.counts["refused"] += 1
+            self.rejected[str(error)] += 1
+            return
+        self.counts["predicted"] += 1
+        predicted = step.predict()
+        bisect.insort(self.found, (_order(predicted), predicted), key=lambda pair: pair[0])
+
+    def step(self, layout: Layout, cache: StepCache | None = None) -> Step:
+        """Make the step of a layout; passes of layouts that need the same are worked out once."""
+        if cache is None:
+            cache = StepCache(self._passes.setdefault(_decides_passes(layout, self.space.machine), {}))
+        return Step(self.space.machine, self.space.model, layout, self.space.global_batch, cache)
+
+    def _does_not_fit(self, layouts: int, needed: float, layout: Layout) -> None:
+        """Count layouts that do not fit; `layout` is the one of them that lacks least, as far as is known."""
+        self.counts["does not fit"] += layouts
+        if self.nearest is None or needed < self.nearest[0]:
+            self.nearest = needed, layout
+
+    def result(self) -> Search:
+        nearest = self.step(self.nearest[1]).predict() if self.nearest and not self.found else None
+        return Search(
+            machine=self.space.machine,
+            model=self.space.model,
+            devices=self.space.devices,
+            global_batch=self.space.global_batch,
+            constraints=self.space.constraints,
+            best=tuple(predicted for _, predicted in self.found[: self.top]),
+            counts=dict(self.counts),
+            rejected=dict(self.rejected),
+            nearest=nearest,
+            headroom=HEADROOM,
+        )
+
+
+def _ends(step: Step) -> list[float]:
+    return earliest_ends(step.layout.schedule, step.placement, step.microbatches, step.times)
+
+
+def _decides_passes(layout: Layout, machine: Machine) -> Layout:
+    """Reset all keys that do not change the times of passes: where tp ranks share a node, only a few do."""
+    alike = replace(layout, schedule=HALVED[0] if layout.schedule in HALVED else "1f1b", chunks=1, shard="none")
+    apart = layout.tp > machine.device.per_node or not layout.order.startswith("tp")
+    return alike if apart else replace(alike, dp=1, pp=1, order=Layout.order)
+
+
+def _rounded(seconds: float) -> float:
+    """Round to 4 digits: closer times count as equal."""
+    return float(f"{seconds:.3e}")
+
+
+def _order(predicted: Prediction) -> tuple[float, ...]:
+    """Sort the fastest first; of equals the simplest, with fewer stages, chunks, recomputation, shards and codecs."""
+    layout = predicted.layout
+    simple = (layout.pp, layout.chunks, RECOMPUTE.index(layout.recompute), SHARDS.index(layout.shard), layout.tp)
+    extra = (layout.policy != "none", layout.order != Layout.order, layout.sequence_parallel, layout.micro_batch)
+    return (_rounded(predicted.iteration_time_s), *simple, *extra)

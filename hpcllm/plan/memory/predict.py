@@ -1,0 +1,275 @@
+"""Predict what each rank of a run of our trainer holds, in bytes, before it is started; or bound it from below.
+
+    parameters    weights in the type of compute         n b       n elements a rank, of b bytes
+    gradients     sums in float32                        4 n
+    optimizer     two moments, masters where kept        8 n + 4 n
+    activations   the most that a step has at once       once through the actions of the schedule
+    buffers       gradients on their way to their owner, weights gathered for a while, the residual of error feedback
+    checkpoint    the copy that a thread writes while training goes on: a replica's share of all that is kept
+
+    shard           none    states    states+gradients    all          a replica's share of dp: n / dp
+    parameters       n        n              n            n / dp
+    gradients        n        n            n / dp         n / dp
+    optimizer        n      n / dp         n / dp         n / dp       arXiv:1910.02054 figure 1
+
+    predict         a rank of a run file, through the actions of its schedule
+    layout_memory   all ranks of a layout: the same bytes, fast enough for a search. States once for each kind of rank,
+                    passes once for each kind of stage, and of the schedule the few points that can be the largest
+    lower_bound     the least that some rank of a layout needs, before its schedule is looked at: states of the mean
+                    rank; blocks of the emptiest stage x what a block keeps x microbatches that rank 0 holds at once
+
+Tensors only: the interpreter, libraries and MPI take some hundred MB more, and encoded messages are not counted. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeVar
+
+from hpcllm.codecs.names import parse_name
+from hpcllm.config.policies import FEEDBACK, is_exact
+from hpcllm.config.schema import Config, DataConfig, PipelineConfig, traffic_codecs
+from hpcllm.model.shapes import StageSpan, shard_of, split_dim, split_sizes
+from hpcllm.optim.flat_buffers import FlatBuffer, Traits, lay_out
+from hpcllm.pipeline.actions import Op
+from hpcllm.pipeline.schedules import Schedule
+from hpcllm.plan.layouts import Layout
+from hpcllm.plan.memory.backward_pass import backward, second_half
+from hpcllm.plan.memory.forward_pass import forward
+from hpcllm.plan.memory.peak_points import PassUses, peak, points_of, schedule_points
+from hpcllm.plan.memory.sizes import Level, Sizes, layout_sizes
+from hpcllm.plan.models import HALVED, Model, StageKind, kinds_of, placement_of, spans_like, stage_spans
+from hpcllm.plan.resolve import layer_spans, recompute_levels
+from hpcllm.plan.run_config import config_of
+
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+ON_THEIR_WAY = 3  # gradient buffers at most, besides those that are being filled: optim/sharded_gradients.py
+N = TypeVar("N", int, float)
+SHARDS = ("none", "states", "states+gradients", "all")  # each shares what the one before does, and more
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank, by what they are for."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int  # at their peak in a step
+    buffers: int
+    checkpoint: int
+
+    @property
+    def states(self) -> int:
+        """Bytes that stay from step to step."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        return self.states + self.activations + self.buffers + self.checkpoint
+
+
+def predict(config: Config, schedule: Schedule, pp_rank: int, tp_rank: int = 0) -> RankMemory:
+    """Predict for the ranks at one place of a replica. config: dp and vocabulary filled in."""
+    placement = schedule.placement
+    spans, levels = layer_spans(config, placement), recompute_levels(config, placement)
+    stages = [placement.stage(pp_rank, chunk) for chunk in range(placement.chunks)]
+    sizes = [chunk_sizes(config, levels[stage], tp_rank) for stage in stages]
+    halves = {action.chunk for action in schedule.actions[pp_rank] if action.op is Op.BACKWARD_INPUT}
+    uses = [
+        pass_uses(each.with_split(chunk in halves), spans[stage])
+        for chunk, (each, stage) in enumerate(zip(sizes, stages, strict=True))
+    ]
+    activations = target_bytes(config) + peak(points_of(schedule, pp_rank), uses, sizes[0].residual)
+    return replace(between_passes(config, [spans[stage] for stage in stages], tp_rank), activations=activations)
+
+
+def layout_memory(model: Model, layout: Layout, global_batch: int) -> tuple[RankMemory, ...]:
+    """Predict for each pipeline rank, the first one over tp. Raises ConfigError for an impossible run."""
+    config = config_of(model, layout, global_batch)
+    spans, placement = stage_spans(model, layout), placement_of(layout)
+    sizes = chunk_sizes(config, layout.recompute).with_split(layout.schedule in HALVED)
+    shared = replace(config, data=DataConfig(), pipeline=PipelineConfig())  # all that states depend on
+    found = []
+    for rank in range(layout.pp):
+        kinds = kinds_of(spans, placement, rank)
+        different = list(dict.fromkeys(kinds))
+        alike = tuple(different.index(kind) for kind in kinds)
+        points = schedule_points(layout.schedule, layout.pp, config.pipeline.microbatches, rank, alike)
+        activations = target_bytes(config) + peak(points, [_uses(sizes, kind) for kind in different], sizes.residual)
+        found.append(replace(_between_passes(shared, kinds), activations=activations))
+    return tuple(found)
+
+
+@lru_cache(maxsize=1 << 12)
+def _between_passes(config: Config, kinds: tuple[StageKind, ...]) -> RankMemory:
+    return between_passes(config, spans_like(kinds))
+
+
+@lru_cache(maxsize=1 << 12)
+def _uses(sizes: Sizes, kind: StageKind) -> PassUses:
+    return pass_uses(sizes, spans_like([kind])[0])
+
+
+def lower_bound(model: Model, layout: Layout, global_batch: int) -> float:
+    """Return bytes that the fullest rank needs at least.
+
+    Embeddings, buffers, and tensors that passes take for a while are not counted.
+    """
+    blocks = min(span.last_block - span.first_block for span in stage_spans(model, layout))
+    one, further = _kept_by_blocks(layout_sizes(model, layout))
+    held = _held_by_first_rank(layout, layout.microbatches(global_batch))
+    return states_lower_bound(model, layout) + held * (one + (blocks - 1) * further)
+
+
+def states_lower_bound(model: Model, layout: Layout) -> float:
+    """Return bytes that the fullest rank keeps from step to step at least: those of the mean rank."""
+    n = model.parameters / layout.pp / layout.tp
+    return sum(state_bytes(n, n / layout.dp, layout.shard, layout.item_bytes, layout.precision != "fp32"))
+
+
+@lru_cache(maxsize=1 << 12)
+def _kept_by_blocks(sizes: Sizes) -> tuple[int, int]:
+    """Return the bytes that a first block keeps of a microbatch, and a block behind it."""
+    one, two = (forward(sizes, StageSpan(0, blocks, False, False)).net for blocks in (1, 2))
+    return one, two - one
+
+
+def _held_by_first_rank(layout: Layout, microbatches: int) -> int:
+    """Return how many microbatches rank 0 holds at once, summed over its chunks: pipeline/orders.py."""
+    filling = min(microbatches, layout.pp)
+    match layout.schedule:
+        case "gpipe":
+            return microbatches
+        case "interleaved" if layout.chunks > 1:
+            warmup = 2 * (layout.pp - 1) + (layout.chunks - 1) * filling
+            return min(layout.chunks * microbatches, warmup + 1)
+        case "zb-v":  # before its first microbatch comes back
+            return min(microbatches + 1, 2 * layout.pp)
+    return filling * layout.chunks
+
+
+def between_passes(config: Config, spans: Sequence[StageSpan], tp_rank: int = 0) -> RankMemory:
+    """Predict all but activations, for ranks that have these parts of the model."""
+    sizes = split_sizes(config.model, spans, config.mesh.tp, tp_rank)
+    n, item_bytes = sum(sizes.values()), ITEM_BYTES[config.precision.compute]
+    share = math.ceil(n / config.mesh.dp)
+    parameters, gradients, optimizer = state_bytes(n, share, config.optimizer.shard, item_bytes, _keeps_master(config))
+    return RankMemory(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=0,
+        buffers=_buffers(config, sizes) + _residual(config, sizes),
+        checkpoint=_checkpoint(config, sizes, any(span.has_embedding for span in spans), tp_rank),
+    )
+
+
+def state_bytes(n: N, share: N, shard: str, item_bytes: int, keeps_master: bool) -> tuple[N, N, N]:
+    """Return the bytes of weights, gradients and optimizer states of n elements, `share` of them a replica's."""
+    level = SHARDS.index(shard)
+    return (
+        item_bytes * (share if level >= SHARDS.index("all") else n),
+        4 * (share if level >= SHARDS.index("states+gradients") else n),
+        (12 if keeps_master else 8) * (share if level >= SHARDS.index("states") else n),
+    )
+
+
+def chunk_sizes(config: Config, level: str, tp_rank: int = 0) -> Sizes:
+    """Return the sizes of a microbatch's tensors in a chunk. level: of its recomputation."""
+    rows = shard_of("embedding.weight", (config.model.vocabulary, 1), tp_rank, config.mesh.tp)[1][0]
+    return Sizes(
+        model=config.model,
+        samples=config.data.global_batch // config.mesh.dp // config.pipeline.microbatches,
+        sequence=config.data.sequence_length,
+        vocabulary=rows,
+        tp=config.mesh.tp,
+        sequence_parallel=config.mesh.sequence_parallel,
+        item_bytes=ITEM_BYTES[config.precision.compute],
+        level=_level(level),
+        loss_tokens=config.pipeline.loss_tokens,
+    )
+
+
+def _level(word: str) -> Level:
+    return "full" if word == "full" else "selective" if word == "selective" else "none"
+
+
+def pass_uses(sizes: Sizes, span: StageSpan) -> PassUses:
+    """Count the passes of a microbatch through one chunk."""
+    return PassUses(forward(sizes, span), backward(sizes, span), second_half(sizes, span))
+
+
+def target_bytes(config: Config) -> int:
+    """Return the bytes of a step's tokens on a rank, as numbers of 64 bits."""
+    return 8 * config.data.global_batch // config.mesh.dp * config.data.sequence_length
+
+
+def _keeps_master(config: Config) -> bool:
+    """Return True if AdamW updates other values than the model's weights."""
+    is_lossy = not parse_name(traffic_codecs(config.communication)["parameters"]).lossless
+    gathered = config.optimizer.shard in ("states", "states+gradients")
+    return config.precision.compute != "fp32" or (gathered and is_lossy)
+
+
+def _buffers(config: Config, sizes: Mapping[str, int]) -> int:
+    """Return the bytes of a sharded optimizer besides its share."""
+    shard, dp = config.optimizer.shard, config.mesh.dp
+    if shard == "none":
+        return 0
+    flats = _flats(config, sizes)
+    total = 4 * math.ceil(max(flat.size for flat in flats) / dp)  # a replica's share of a sum
+    if shard in ("states+gradients", "all"):
+        filling = len({(f.traits.exact, f.traits.whole, f.traits.tp_partial) for f in flats})
+        largest = sorted((flat.size for flat in flats), reverse=True)
+        total += 4 * sum(largest[: filling + ON_THEIR_WAY])
+    elif _keeps_master(config) and config.precision.compute == "fp32":
+        total += 4 * max((flat.size for flat in flats if not flat.traits.exact), default=0)  # differences, encoded
+    if shard == "all":
+        units: Counter[str] = Counter()
+        for flat in flats:
+            units[flat.traits.unit] += flat.size
+        blocks = sorted((size for unit, size in units.items() if unit), reverse=True)
+        total += ITEM_BYTES[config.precision.compute] * (units[""] + sum(blocks[:2]))  # the one at work and the next
+    return total
+
+
+def _residual(config: Config, sizes: Mapping[str, int]) -> int:
+    """Return the bytes of error feedback's residual: at most a value for each gradient that is encoded."""
+    if not traffic_codecs(config.communication)["gradients"].endswith(FEEDBACK) or config.mesh.dp == 1:
+        return 0
+    return 4 * sum(size for name, size in sizes.items() if not is_exact(name, config.communication.exact))
+
+
+def _checkpoint(config: Config, sizes: Mapping[str, int], is_first: bool, tp_rank: int) -> int:
+    """Return the bytes of a rank's share of the copy that a thread writes; 0 where the loop writes by itself.
+
+    Each parameter counts once in the job: a tied embedding on the first stage, unsplit ones on the first tp rank.
+    """
+    if not (config.checkpoint.asynchronous and config.checkpoint.every_steps):
+        return 0
+    written = sum(
+        size
+        for name, size in sizes.items()
+        if (is_first or name != "embedding.weight") and (tp_rank == 0 or split_dim(name) is not None)
+    )
+    item_bytes = ITEM_BYTES[config.precision.compute] + (12 if _keeps_master(config) else 8)
+    residual = _residual(config, sizes) if config.checkpoint.feedback else 0
+    return item_bytes * math.ceil(written / config.mesh.dp) + residual
+
+
+def _flats(config: Config, sizes: Mapping[str, int]) -> list[FlatBuffer]:
+    """Lay the parameters out in flat buffers, as far as their sizes go, as the optimizer does."""
+    communication, tp = config.communication, config.mesh.tp
+
+    def traits(name: str) -> Traits:
+        whole = tp == 1 or split_dim(name) is None
+        block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
+        unit = block if config.optimizer.shard == "all" else ""
+        return Traits(is_exact(name, communication.exact), whole, whole and config.mesh.sequence_parallel, unit=unit)
+
+    return lay_out(sizes, traits, communication.bucket_mib * 2**18)

@@ -1,0 +1,79 @@
+"""Draw a plan: how a step's time divides, what a device holds, how far it scales.
+
+s  |[compute][tp][bubble][dp]      GB |----------------- usable      tokens/s |            .-'  more samples
+1  |======--..                        | []                                    |        .-'_.--  as many samples
+2  |=====---...                       | [] [] []                              |    .-'_.-
+   +------------- layouts             +----------- stages of the first        +------------------ devices
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcllm import plotting
+from hpcllm.errors import ConfigError
+from hpcllm.plan.memory.stage_memory import PARTS
+from hpcllm.plan.prediction import Prediction
+from hpcllm.plan.report import SPLIT
+
+WIDTH_INCHES, PANEL_INCHES, BAR_INCHES = 10.0, 3.2, 0.3
+MOST_WIDE = 4  # a single bar takes a fourth of the width at most
+Curve = Sequence[tuple[int, float]]  # devices, tokens/s
+
+
+def draw(rows: Sequence[Prediction], curves: Mapping[str, Curve], path: Path) -> None:
+    """Write the picture of layouts, the best first; curves: label -> how many tokens/s so many devices do.
+
+    Raises ConfigError if it cannot be written.
+    """
+    heights = [1.2 + BAR_INCHES * len(rows), *[PANEL_INCHES] * (2 if curves else 1)]
+    with plotting.figure(WIDTH_INCHES, heights) as (made, axes):
+        _times(axes[0], rows)
+        _memory(axes[1], rows)
+        if curves:
+            _scaling(axes[2], curves)
+        for panel in axes:
+            plotting.legend_beside(panel)
+        try:
+            plotting.save(made, path)
+        except OSError as error:
+            raise ConfigError(f"--plot {str(path)!r} cannot be written: {error.strerror or error}") from error
+
+
+def _times(axes: Any, rows: Sequence[Prediction]) -> None:
+    names = [_name(rank, row) for rank, row in enumerate(rows, 1)]
+    plotting.stacked_bars(axes, names, {label: [getattr(row, key) for row in rows] for label, key in SPLIT.items()})
+    axes.set_xlabel("seconds of a step (predicted)")
+    axes.set_title(f"{rows[0].model.name} on {rows[0].layout.devices} devices of {rows[0].machine.name}")
+    axes.tick_params(axis="y", labelsize=8)
+
+
+def _name(rank: int, row: Prediction) -> str:
+    layout = row.layout
+    more = "" if layout.recompute == "none" else f" {layout.recompute}"
+    return f"{rank}: {layout.tp} x {layout.pp} x {layout.dp}, {layout.schedule}{more}"
+
+
+def _memory(axes: Any, rows: Sequence[Prediction]) -> None:
+    """The fullest device of each layout; of one layout, each stage's."""
+    if len(rows) > 1:
+        bars, what = {str(rank): row.largest for rank, row in enumerate(rows, 1)}, "layouts, the fullest device of each"
+    else:
+        bars, what = {str(stage.stage): stage for stage in rows[0].memory}, "stages"
+    parts = {part: [getattr(stage, part) / 1e9 for stage in bars.values()] for part in PARTS}
+    plotting.stacked_bars(axes, list(bars), parts, upright=True)
+    usable = rows[0].machine.device.usable_bytes / 1e9
+    axes.axhline(usable, color=plotting.INK, linestyle="--", linewidth=1, label=f"usable, {usable:.1f} GB")
+    axes.set_xlim(-1, max(len(bars), MOST_WIDE))
+    axes.set_xlabel(what)
+    axes.set_ylabel("GB of a device")
+
+
+def _scaling(axes: Any, curves: Mapping[str, Curve]) -> None:
+    for k, ((label, curve), marker) in enumerate(zip(curves.items(), "osD^v", strict=False)):
+        axes.plot(*zip(*curve, strict=True), marker=marker, markersize=4, label=label, **plotting.line_style(k))
+    plotting.logarithmic(axes, "x", "y")
+    axes.set(xlabel="devices", ylabel="tokens/s of the best layout")
+    axes.grid(which="both")

@@ -1,0 +1,224 @@
+"""Resolve a run file on N ranks: the one answer to whether it is valid. Pure.
+
+train, --dry-run, memory, layout and preflight ask here, plan for each layout that it looks at.
+
+    Config, N ranks --> mesh        ranks = dp x pp x tp, dp filled in; global_batch = dp x microbatches x size
+                    --> model       heads, key and value heads, ffn channels in tp equal parts
+                    --> vocabulary  the token store's if the run file does not say it; at least one token a tp rank
+                    --> schedule    pp x chunks virtual stages, proved free of deadlock
+                    --> layers      a span of the model's layers for each virtual stage, and what it recomputes
+                    --> ResolvedRun
+
+Whatever does not fit is rejected here, before any work, with the key, its value and what would be valid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from hpcllm.config.rules import divisors
+from hpcllm.config.schema import Config
+from hpcllm.errors import ConfigError, DataError, MeshError, ScheduleError
+from hpcllm.model.shapes import StageSpan, cut_layers, split_layers
+from hpcllm.mpi.mesh_axes import mesh_sizes
+from hpcllm.pipeline.actions import Placement
+from hpcllm.pipeline.checker import check
+from hpcllm.pipeline.schedules import Schedule, make_schedule, read_schedule
+from hpcllm.pipeline.timing import simulate
+
+T = TypeVar("T")
+MOST_RANKS = 1 << 22
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run file as it will be run: everything filled in, its schedule proved."""
+
+    config: Config  # mesh.dp and model.vocabulary filled in
+    schedule: Schedule  # of all ranks of a pipeline
+    spans: list[StageSpan]  # layers of each virtual stage
+    recompute: list[str]  # level of recomputation of each virtual stage: "none", "selective" or "full"
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the job."""
+        mesh = self.config.mesh
+        return mesh.dp * mesh.pp * mesh.tp
+
+    @cached_property
+    def bubble(self) -> float:
+        """Share of a step in which a rank idles if a backward pass takes twice a forward pass."""
+        return simulate(self.schedule).bubble
+
+
+class Once(Protocol):
+    """Calls a function, in a job on rank 0 alone, and returns its result, or raises its error, on every rank."""
+
+    def __call__(self, function: Callable[[], T], /) -> T: ...
+
+
+def in_this_process(function: Callable[[], T], /) -> T:
+    """Call the function: what `once` is outside a job."""
+    return function()
+
+
+def resolve(config: Config, ranks: int | None, once: Once = in_this_process) -> ResolvedRun:
+    """Resolve a run file for a number of ranks; None: dp x pp x tp of its mesh. Raises UserError.
+
+    once: calls what reads a file or takes long; in a job partial(on_root, comm) of collective_errors, and then this is
+    collective over comm.
+    config: with the model that it starts from (huggingface.start.take_model).
+    """
+    if ranks is None:
+        ranks = max(config.mesh.dp, 1) * config.mesh.pp * config.mesh.tp
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ConfigError(f"{ranks} ranks; valid: 1 to {MOST_RANKS}")
+    config = check_layout(config, ranks)
+    schedule = run_schedule(config, once(lambda: schedule_file_text(config)))
+    once(lambda: check(schedule))
+    vocabulary = config.model.vocabulary or once(lambda: stored_vocabulary(config))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocabulary=vocabulary))
+    check_vocabulary(config)
+    return ResolvedRun(
+        config, schedule, layer_spans(config, schedule.placement), recompute_levels(config, schedule.placement)
+    )
+
+
+def check_layout(config: Config, ranks: int) -> Config:
+    """Return the config with mesh.dp filled in.
+
+    Raises MeshError if ranks, mesh, model and batch do not fit together.
+    """
+    _check_split(config)
+    dp = mesh_sizes(ranks, config.mesh)["dp"]
+    batch, microbatches = config.data.global_batch, config.pipeline.microbatches
+    if batch % dp:
+        raise MeshError(
+            f"data.global_batch = {batch} does not split over mesh.dp = {dp} replicas; valid dp: {divisors(batch)}"
+        )
+    if batch // dp % microbatches:
+        raise MeshError(
+            f"pipeline.microbatches = {microbatches} does not divide the {batch // dp} samples of a replica "
+            f"(data.global_batch = {batch} over mesh.dp = {dp}); valid: {divisors(batch // dp)}"
+        )
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, dp=dp))
+
+
+def _check_split(config: Config) -> None:
+    """Raise MeshError unless tp divides all that it splits."""
+    model, tp = config.model, config.mesh.tp
+    sizes = {"model.heads": model.heads, "model.ffn": model.ffn}
+    if model.kv_heads:
+        sizes["model.kv_heads"] = model.kv_heads
+    if config.mesh.sequence_parallel:
+        sizes["data.sequence_length"] = config.data.sequence_length
+    for key, size in sizes.items():
+        if size % tp:
+            all_sizes = ", ".join(f"{key} = {size}" for key, size in sizes.items())
+            raise MeshError(
+                f"mesh.tp = {tp} does not divide {key} = {size}; valid tp with {all_sizes}: "
+                f"{divisors(math.gcd(*sizes.values()))}; or make {key} a multiple of {tp}"
+            )
+
+
+def check_vocabulary(config: Config) -> None:
+    """Raise MeshError unless each tp rank gets a part of the vocabulary."""
+    if config.model.vocabulary < config.mesh.tp:
+        raise MeshError(
+            f"mesh.tp = {config.mesh.tp} is more than the {config.model.vocabulary} tokens of the vocabulary, which "
+            f"it splits; valid: 1 to {config.model.vocabulary}"
+        )
+
+
+def stored_vocabulary(config: Config) -> int:
+    """Size of data.store's vocabulary; nothing else of the file is read. Raises ConfigError, DataError."""
+    import h5py  # takes time to load, and is not needed where the run file says the vocabulary
+
+    store = config.data.store
+    if not store:
+        raise ConfigError("data.store is missing, and model.vocabulary = 0 takes its vocabulary; set one of the two")
+    try:
+        with h5py.File(store, "r", locking=False) as file:
+            return int(file.attrs["vocabulary"])
+    except Exception as error:  # whatever the library makes of another file
+        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error  # HDF5 says it longer
+        raise DataError(
+            f"cannot read the vocabulary of data.store = {store!r}: {why}; `python -m hpcllm prepare` writes a store, "
+            "and where only a plan is wanted model.vocabulary can be given instead"
+        ) from error
+
+
+def recompute_levels(config: Config, placement: Placement) -> list[str]:
+    """Level of recomputation of each virtual stage. Raises MeshError if the run file names another number of them."""
+    words = config.pipeline.recompute.split(",")
+    if len(words) not in (1, placement.stages):
+        raise MeshError(
+            f"pipeline.recompute = {config.pipeline.recompute!r} has {len(words)} words, but mesh.pp = "
+            f"{placement.ranks} with {placement.chunks} chunk{'s' if placement.chunks > 1 else ''} a rank is "
+            f"{_stages(placement.stages)}; valid: one word for all, or {placement.stages}"
+        )
+    return words * placement.stages if len(words) == 1 else words
+
+
+def schedule_file_text(config: Config) -> str:
+    """Text of pipeline.file; empty if the run file names none. Raises ScheduleError."""
+    file = config.pipeline.file
+    try:
+        return Path(file).read_text(encoding="utf-8") if file else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"cannot read pipeline.file = {file!r}: {error}") from error
+
+
+def run_schedule(config: Config, custom: str) -> Schedule:
+    """Make the schedule of all ranks of a pipeline, not yet proved. custom: text of pipeline.file, if there is one.
+
+    Raises ScheduleError if the schedule does not exist in this shape, or the text is of another shape than the run.
+    """
+    pipeline, ranks = config.pipeline, config.mesh.pp
+    if pipeline.schedule != "custom":
+        return make_schedule(pipeline.schedule, ranks, pipeline.microbatches, pipeline.chunks or None)
+    schedule = read_schedule(custom)
+    placement = schedule.placement
+    shapes = [
+        ("mesh.pp", ranks, placement.ranks),
+        ("pipeline.microbatches", pipeline.microbatches, schedule.microbatches),
+        ("pipeline.chunks", pipeline.chunks or placement.chunks, placement.chunks),
+    ]
+    for key, wanted, found in shapes:
+        if wanted != found:
+            raise ScheduleError(
+                f"{key} = {wanted}, but the schedule in {pipeline.file!r} is for {found}; set {key}={found}"
+            )
+    return schedule
+
+
+def layer_spans(config: Config, placement: Placement) -> list[StageSpan]:
+    """Layers of each virtual stage. Raises MeshError if there are too few, or pipeline.layers does not fit."""
+    layers, sizes = config.model.layers, config.pipeline.layers
+    shape = f"mesh.pp = {placement.ranks} with {placement.chunks} chunk{'s' if placement.chunks > 1 else ''} a rank"
+    if placement.stages > layers:
+        most = layers // placement.chunks
+        valid = f"mesh.pp from 1 to {most}" if most else f"pipeline.chunks from 1 to {layers}"
+        raise MeshError(
+            f"{shape} is {placement.stages} stages, but model.layers = {layers}, and each takes one layer at least; "
+            f"valid: {valid}, or model.layers >= {placement.stages}"
+        )
+    if not sizes:
+        return split_layers(config.model, placement.stages)
+    if len(sizes) != placement.stages:
+        raise MeshError(
+            f"pipeline.layers = {list(sizes)} names {_stages(len(sizes))}, but {shape} is {placement.stages}; "
+            f"valid: {placement.stages} numbers that add up to model.layers = {layers}"
+        )
+    return cut_layers(sizes)
+
+
+def _stages(count: int) -> str:
+    return f"{count} stage{'s' if count > 1 else ''}"

@@ -1,0 +1,121 @@
+"""Predict how much a faster part of the machine or more devices would help, and how far a layout scales.
+
+    a faster part       the layouts that were found, the best of them on the machine with that part
+    more devices        a search among layouts like the best one: half its tp to twice that, its codecs, its schedule
+
+The gain is therefore a lower bound: a search of everything may find more. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hpcllm.plan.layout_search import Search, search
+from hpcllm.plan.layout_space import Constraints
+from hpcllm.plan.layouts import Layout
+from hpcllm.plan.machine import Machine
+from hpcllm.plan.prediction import Prediction, predict
+
+ROWS = 3  # layouts of those found that are tried with a faster part
+FARTHEST = 100_000  # devices of a scaling curve
+STEP = 4  # factor from one point of the curve to the next
+
+
+@dataclass(frozen=True)
+class Change:
+    """Best layout of a changed machine."""
+
+    change: str
+    predicted: Prediction
+    gain: float  # steps in the time of one of the machine as it is: 2 is twice as fast
+
+
+@dataclass(frozen=True)
+class Point:
+    """Point of a scaling curve."""
+
+    devices: int
+    global_batch: int
+    predicted: Prediction
+
+
+def sensitivity(found: Search) -> tuple[Change, ...]:
+    """Predict changes of the machine of a search that found something; one that lets nothing fit is left out."""
+    more = _near(found, 2 * found.devices, found.global_batch, found.machine)
+    roomier = _near(found, found.devices, found.global_batch, _with_memory(found.machine))
+    changes = [("twice the devices", more), ("twice the memory a device", roomier)]
+    changes += [(words, _best_of(found, machine)) for words, machine in _faster(found.machine)]
+    best_s = found.best[0].iteration_time_s
+    return tuple(Change(words, one, max(1.0, best_s / one.iteration_time_s)) for words, one in changes if one)
+
+
+def scaling(found: Search, batch_grows: bool) -> list[Point]:
+    """Predict steps with more and fewer devices, up to 10^5: with as many samples, or as many for each device."""
+    points = []
+    for devices in _counts(found.devices, found.machine.device.per_node):
+        batch, rest = divmod(found.global_batch * devices, found.devices) if batch_grows else (found.global_batch, 0)
+        predicted = _near(found, devices, batch, found.machine) if batch and not rest else None
+        if predicted:
+            points.append(Point(devices, batch, predicted))
+    return points
+
+
+def _counts(devices: int, least: int) -> list[int]:
+    """List these devices times and over powers of STEP."""
+    counts = [devices]
+    while counts[0] % STEP == 0 and counts[0] // STEP >= least:
+        counts.insert(0, counts[0] // STEP)
+    while counts[-1] * STEP <= FARTHEST:
+        counts.append(counts[-1] * STEP)
+    return counts
+
+
+def _near(found: Search, devices: int, global_batch: int, machine: Machine) -> Prediction | None:
+    limits = _like(found.constraints, found.best[0].layout)
+    best = search(machine, found.model, devices, global_batch, top=1, constraints=limits).best
+    return best[0] if best else None
+
+
+def _like(constraints: Constraints, layout: Layout) -> Constraints:
+    """Limit a search to layouts not far from this one."""
+    tensor = {tp for tp in (layout.tp // 2, layout.tp, 2 * layout.tp) if tp}
+    return constraints.with_values(
+        tp=sorted(tensor),
+        precision=[layout.precision],
+        policy=[layout.policy],
+        sequence_parallel=[layout.sequence_parallel] if layout.tp > 1 else [True, False],
+        schedule=sorted({layout.schedule, "1f1b", "interleaved"}),
+    )
+
+
+def _best_of(found: Search, machine: Machine) -> Prediction:
+    rows = (predict(machine, found.model, row.layout, found.global_batch) for row in found.best[:ROWS])
+    return min(rows, key=lambda row: row.iteration_time_s)
+
+
+def _faster(machine: Machine) -> Iterator[tuple[str, Machine]]:
+    """Yield machines with one faster part; parts whose times were measured as they are cannot be changed."""
+    device, links, fabric = machine.device, machine.links, machine.fabric
+    if machine.tuning is None:
+        yield (
+            "links between nodes twice as fast",
+            replace(machine, fabric=replace(fabric, nic_gb_s=2 * fabric.nic_gb_s)),
+        )
+        twice = {
+            key: 2 * getattr(links, key) for key in ("pair_gb_s", "package_gb_s", "device_gb_s", "collective_gb_s")
+        }
+        yield "links inside a node twice as fast", replace(machine, links=replace(links, **twice))
+    if device.measured is None:
+        peak, reached = 2 * device.peak_bf16_tflops, 2 * device.gemm_bf16_tflops
+        yield (
+            "twice the FLOP/s a device",
+            replace(machine, device=replace(device, peak_bf16_tflops=peak, gemm_bf16_tflops=reached)),
+        )
+        yield "memory twice as fast", replace(machine, device=replace(device, hbm_gb_s=2 * device.hbm_gb_s))
+
+
+def _with_memory(machine: Machine) -> Machine:
+    device = machine.device
+    more = replace(device, memory_gb=2 * device.memory_gb, usable_memory_gib=2 * device.usable_memory_gib)
+    return replace(machine, device=more)

@@ -1,0 +1,137 @@
+"""Every codec against its bound on awkward values, on one rank of each node; on a device, its bytes against the CPU's.
+
+    values: ordinary, tiny, huge, all zero, denormal, NaN and infinite, of lengths that fill no block
+        CPU      decode(encode(x)) within bound(x), the same bits as x if lossless
+        device   encode(x) the same bytes as on the CPU, decode the same values
+
+A processor that computes wrongly is rare, and does not say so: this finds the ones that do so always.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from hpcllm.codecs import Codec, find_codec
+from hpcllm.codecs.names import examples
+from hpcllm.preflight.collect import Communicators
+from hpcllm.preflight.facts import Allocation
+from hpcllm.preflight.findings import MOST_NODES, Finding, without
+from hpcllm.preflight.page import Measured
+from hpcllm.system.slurm import nodes_text
+
+BUDGET_S = 10.0  # the first run compiles kernels
+LENGTHS = (1, 31, 257, 5000)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def measure(comms: Communicators, chosen: torch.device, allocation: Allocation | None) -> Measured | None:
+    """The result, on rank 0. Collective over comms.world. Raises StallError."""
+    comms.arrive("to try codecs")
+    done, faults = self_test(chosen) if comms.leads else (0, [])
+    comms.arrive("to have tried codecs")
+    table = comms.leaders.gather((done, faults)) if comms.leads else None
+    return judge(table, allocation) if table and allocation else None
+
+
+def judge(table: list[tuple[int, list[str]]], allocation: Allocation) -> Measured:
+    """table: of each node, how many codecs were tried and what was wrong. Pure."""
+    wrong: dict[str, list[str]] = {}
+    for node, (_, faults) in zip(allocation.nodes, table, strict=True):
+        for fault in faults:
+            wrong.setdefault(fault, []).append(node.name)
+    findings = [
+        Finding("breaks", f"codec self test: {fault}", nodes_text(names, MOST_NODES), without(allocation, names))
+        for fault, names in wrong.items()
+    ]
+    all_of_them, least = len(_cases()), min(done for done, _ in table)
+    cut = "" if least == all_of_them else f", cut off after {BUDGET_S:g} s on some nodes"
+    bad = len(findings)
+    text = f"{least} of {all_of_them} codecs and types tried on each node{cut}; {bad or 'none'} wrong"
+    return Measured("codecs", text, {"tried": least, "of": all_of_them, "wrong": list(wrong)}, findings)
+
+
+def self_test(chosen: torch.device, budget_s: float = BUDGET_S) -> tuple[int, list[str]]:
+    """(codecs tried, what is wrong) on this process and its device."""
+    end_s, done, faults = time.perf_counter() + budget_s, 0, []
+    for name, dtype in _cases():
+        if done and time.perf_counter() > end_s:
+            break
+        codec = find_codec(name, dtype)
+        done += 1
+        try:
+            faults += [f"{name} of {dtype}: {fault}" for fault in _wrong(codec, chosen)]
+        except Exception as error:  # of any library below: a finding, not the end
+            faults.append(f"{name} of {dtype}: {type(error).__name__}: {error}")
+    return done, faults
+
+
+def _cases() -> list[tuple[str, torch.dtype]]:
+    return [(name, dtype) for dtype in DTYPES for name in examples()]
+
+
+def _wrong(codec: Codec, chosen: torch.device) -> Iterator[str]:
+    device_codec = _device_codec(codec, chosen)
+    for values in _inputs(codec.dtype):
+        data = codec.encode(values, torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8)).clone()
+        back = torch.empty_like(values)
+        codec.decode(data, back)
+        if fault := _too_far(codec, values, back):
+            yield f"{fault} with {values.numel()} values"
+            return
+        if device_codec and (fault := _differs(device_codec, chosen, values, data, back)):
+            yield f"{fault} with {values.numel()} values"
+            return
+
+
+def _too_far(codec: Codec, values: torch.Tensor, back: torch.Tensor) -> str:
+    if codec.lossless:
+        same = torch.equal(values.view(torch.uint8), back.view(torch.uint8))
+        return "" if same else "lossless, but other bits come back"
+    exact, found = (tensor.to(torch.float64).numpy() for tensor in (values, back))
+    with np.errstate(invalid="ignore", over="ignore"):
+        finite = np.isfinite(exact)
+        bound = codec.bound(exact)[finite]
+        error = np.abs(found[finite] - exact[finite])
+        error = np.where(np.isfinite(bound), error, 0.0)
+    return "" if np.all(error <= bound) else f"an error of {np.nanmax(error):.3g} is over the bound"
+
+
+def _device_codec(codec: Codec, chosen: torch.device) -> Codec | None:
+    """Codec of the same name for the device's memory; None on the CPU, and where the device has none."""
+    if chosen.type == "cpu":
+        return None
+    try:
+        return find_codec(codec.name, codec.dtype, chosen.type)
+    except ValueError:  # without kernels a device has some codecs only; who asks for another is told so
+        return None
+
+
+def _differs(
+    device_codec: Codec, chosen: torch.device, values: torch.Tensor, data: torch.Tensor, back: torch.Tensor
+) -> str:
+    there = values.to(chosen)
+    memory = torch.empty(device_codec.encoded_bytes(values.numel()), dtype=torch.uint8, device=chosen)
+    coded = device_codec.encode(there, memory)
+    if not torch.equal(coded.view(torch.uint8).cpu(), data.view(torch.uint8)):
+        return f"{chosen.type} and CPU encode to different bytes"
+    out = torch.empty_like(there)
+    device_codec.decode(coded, out)
+    found = out.cpu()
+    differ = (found != back) & ~(found.isnan() & back.isnan())  # a NaN is a NaN, whatever its bits
+    return f"{chosen.type} and CPU decode to different values" if bool(differ.any()) else ""
+
+
+def _inputs(dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    top, tiny = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    for n in LENGTHS:
+        ordinary = torch.randn(n, generator=generator)
+        for values in (ordinary, ordinary * tiny, torch.zeros(n), ordinary.clamp(-1, 1) * top * 0.99):
+            yield values.to(dtype)
+        broken = ordinary.clone()
+        broken[::7], broken[1::11], broken[2::13] = torch.nan, torch.inf, -torch.inf
+        yield broken.to(dtype)

@@ -1,0 +1,156 @@
+"""A whole examination of an allocation: facts, checks and measurements of all ranks become one page.
+
+facts of all ranks -> rank 0 -> checks --+
+load, matrix products, messages,         +-> page
+files, codecs: all ranks, each limited --+
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from mpi4py import MPI
+
+from hpcllm.checkpoint.huggingface.start import take_model
+from hpcllm.config.schema import Config
+from hpcllm.mpi.collective_errors import on_root
+from hpcllm.mpi.gpu_aware import DeviceAccess, gpu_aware
+from hpcllm.mpi.wait import Waits
+from hpcllm.mpi.watchdog import open_watchdog
+from hpcllm.preflight import bandwidth, codec_test, matrix, storage
+from hpcllm.preflight.checks import check
+from hpcllm.preflight.collect import Communicators, open_communicators, source_hash
+from hpcllm.preflight.facts import Allocation
+from hpcllm.preflight.findings import Finding, Severity, everywhere, merged
+from hpcllm.preflight.page import Measured, Page
+from hpcllm.preflight.run_file import RunFindings, examine, nearest, unreadable, unwritable
+from hpcllm.preflight.start import facts_of_all, find_allocation
+from hpcllm.system import device
+from hpcllm.system.hardware.node import allowed_cores, busy_s
+from hpcllm.system.slurm import batch_job
+
+T = TypeVar("T")
+LIMIT_S = 60.0  # of one wait: after that, who does not answer is named
+LOOK_S = 0.3  # at what other programs do
+SHORT_S = 600.0  # of time left in the job
+
+
+def examine_allocation(world: MPI.Intracomm, config: Config | None, quick: bool) -> Page | None:
+    """Examine the allocation, and the run file if there is one; the page is on rank 0. Collective over world.
+
+    quick: without measurements. Raises UserError, StallError.
+    """
+    with open_watchdog(world, lambda _: "preflight") as watchdog:
+        comms = open_communicators(world, Waits(LIMIT_S, observer=watchdog))
+        page = _examine(comms, config, quick)
+        comms.free()
+    return page
+
+
+def _examine(comms: Communicators, config: Config | None, quick: bool) -> Page | None:
+    """Examine the allocation; the page is on rank 0, None elsewhere. Collective over comms.world."""
+    start_s = time.perf_counter()
+    wanted = config.run.device if config else "auto"
+    busy = 0.0 if quick else _others(comms)
+    mine = facts_of_all(comms, wanted)
+    allocation = find_allocation(comms, mine, source_hash() if comms.leads else "", busy)
+    chosen = device.choose_device(wanted, device.local_rank(comms.node.rank))
+    run = _run_findings(comms, config, allocation) if config else None
+    measured = [] if quick else _measure(comms, chosen, config, allocation)
+    if not allocation:
+        return None
+    job, findings = _job()
+    findings += check(allocation) + (run.findings if run else [])
+    findings += [finding for one in measured for finding in one.findings]
+    took_s = time.perf_counter() - start_s
+    return Page(allocation, job, merged(findings), measured, run.text if run else "", took_s)
+
+
+def _others(comms: Communicators) -> float:
+    """Cores of this node's ranks that other programs keep busy while ours sleep. Collective over comms.world.
+
+    What goes on on the other cores of a node that jobs share is not ours to judge.
+    """
+    cores = set[int]().union(*comms.node.allgather(allowed_cores()))
+    comms.arrive("to be quiet")
+    before_s, start_s = busy_s(cores), time.perf_counter()
+    time.sleep(LOOK_S)
+    return (busy_s(cores) - before_s) / (time.perf_counter() - start_s)
+
+
+def _measure(
+    comms: Communicators, chosen: torch.device, config: Config | None, allocation: Allocation | None
+) -> list[Measured]:
+    """Collective over comms.world."""
+    devices = comms.world.allreduce(chosen.type != "cpu", MPI.LOR)
+    folder = nearest(Path(config.run.folder)) if config else Path.cwd()
+    wanted = config.communication.gpu_aware if config else "auto"
+    reach = (
+        _said(comms, "device memory in messages", lambda: gpu_aware(comms.world, chosen, wanted)) if devices else None
+    )
+    where = chosen if reach and reach.direct else torch.device("cpu")
+    steps: list[tuple[str, Callable[[], list[Measured | None]]]] = [
+        (f"matrix products, {matrix.BUDGET_S:g} s", lambda: [matrix.measure(comms, chosen, allocation)]),
+        (f"messages, {bandwidth.BUDGET_S:g} s a round", lambda: [*bandwidth.measure(comms, where, allocation)]),
+        (f"files, at most {2 * storage.BUDGET_S:g} s", lambda: [storage.measure(comms, folder, allocation)]),
+        (f"codecs, at most {codec_test.BUDGET_S:g} s", lambda: [codec_test.measure(comms, chosen, allocation)]),
+    ]
+    found = [one for name, step in steps for one in _said(comms, name, step) if one]
+    return [_judged(reach, allocation), *found] if reach and allocation else found
+
+
+def _said(comms: Communicators, name: str, step: Callable[[], T]) -> T:
+    if comms.world.rank == 0:
+        print(f"hpcllm: preflight: {name} ...", file=sys.stderr, flush=True)
+    return step()
+
+
+def _judged(reach: DeviceAccess, allocation: Allocation) -> Measured:
+    """Result of the trial in which MPI reads device memory, as a measurement."""
+    findings = []
+    if not reach.direct:
+        severity: Severity = "slow" if len(allocation.nodes) > 1 else "note"
+        what = f"MPI cannot read device memory, each message is copied to the host: {reach.why}"
+        fix = (
+            "an MPI built for the GPUs: Cray MPICH with MPICH_GPU_SUPPORT_ENABLED=1 and mpi4py linked to libmpi_gtl_*, "
+            "Open MPI or MPICH built with CUDA or ROCm"
+        )
+        findings.append(Finding(severity, what, everywhere(allocation), fix))
+    text = f"{'MPI reads it' if reach.direct else 'through the host'}: {reach.why}"
+    return Measured("device memory", text, {"direct": reach.direct, "why": reach.why}, findings)
+
+
+def _run_findings(comms: Communicators, config: Config, allocation: Allocation | None) -> RunFindings | None:
+    """Findings of the run file, on rank 0. Collective over comms.world. Raises UserError."""
+    findings = unwritable(comms, Path(config.run.folder), "run.folder")
+    if config.data.store:
+        findings += unreadable(comms, Path(config.data.store), "data.store")
+    blind = on_root(comms.world, lambda: bool(findings) and not config.model.vocabulary)
+    if blind:  # the store says how large the model is, and cannot be read
+        return RunFindings("its store cannot be read", findings) if allocation else None
+    found = on_root(comms.world, lambda: _examined(config, allocation))
+    return RunFindings(found.text, findings + found.findings) if allocation else None
+
+
+def _examined(config: Config, allocation: Allocation | None) -> RunFindings:
+    if not allocation:
+        return RunFindings("", [])
+    return examine(take_model(config), allocation)
+
+
+def _job() -> tuple[str, list[Finding]]:
+    """The batch job in words, and what is wrong with the time that it has left."""
+    job = batch_job()
+    if not job:
+        return "", []
+    job.ask_first()
+    left_s = job.end_s - time.monotonic()
+    if left_s == float("inf"):
+        return job.name, []
+    finding = Finding("note", f"{left_s / 60:.0f} min are left of the job", job.name, "sbatch --time=...")
+    return f"{job.name}, {left_s / 60:.0f} min left", [finding] if left_s < SHORT_S else []

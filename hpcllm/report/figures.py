@@ -1,0 +1,216 @@
+r"""The figures of a report: curves over the steps, and stacked bars of seconds and of bytes.
+
+loss |\                      line      mean, where there are more points than a picture can show
+     | \.__ o                band      between the lowest and the highest of them
+     |  :  '--.o__           o         measured now and then, as validation
+     +--:---------- step     :         a start that went on from a checkpoint
+
+..:.  :. .   .:     a bucket of neighbours     |  highest
+ .:...::.::.:...    ---- downsample --->       +  mean            in the order of x
+                                               |  lowest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpcllm import plotting
+from hpcllm.report.page import Figure
+from hpcllm.report.run_folder import History, number
+
+TIMES = {  # from the foot: label and colour; neighbours differ in lightness, so that they differ in greyscale too
+    "compute": ("computing", "#0072b2"),
+    "optimizer": ("clipping and update", "#8fcbee"),
+    "communication": ("exposed communication", "#d55e00"),
+    "bubble": ("bubble", "#f5cf73"),
+    "input": ("reading samples", "#009e73"),
+    "other": ("other", "#c8c8c8"),
+    "between": ("logs, traces, hashes", "#7a7a7a"),
+    "checkpoint": ("checkpoints", "#e3a9c6"),
+    "validation": ("validation", "#8f4a76"),
+}
+MEMORY = {
+    "parameters": ("parameters", "#0072b2"),
+    "gradients": ("gradients", "#f5cf73"),
+    "optimizer": ("optimizer", "#d55e00"),
+    "step": ("activations and buffers", "#8fcbee"),
+}
+WIDTH_INCHES, PANEL_INCHES, AXIS_INCHES, BAR_INCHES, LEGEND_INCHES = 9.4, 2.1, 0.5, 0.34, 0.3
+CURVE_POINTS, ALL_POINTS, STACK_POINTS = 900, 40_000, 300
+SECONDS = "seconds a step, a rank's mean"
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """y over x; number says which colour and dashes."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    number: int = 0
+    label: str = ""  # in the legend
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot of a figure."""
+
+    label: str  # of the y axis, with the unit
+    curves: Sequence[Curve]
+    from_zero: bool = False  # a quantity whose height counts; far outliers are then cut off
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Downsampled:
+    """A curve of at most as many points as requested, (n,) each; a bucket without one finite value is NaN."""
+
+    x: Values
+    mean: Values
+    low: Values
+    high: Values
+    averaged: bool  # several values make a point
+
+
+def downsample(x: Sequence[float], y: Sequence[float], most: int) -> Downsampled:
+    """Average neighbours until `most` points are left. x, y: (n,), x ascending; NaN and infinities are left out."""
+    across, up = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    finite = np.isfinite(up)
+    if len(across) <= most:
+        up = np.where(finite, up, np.nan)
+        return Downsampled(across, up, up, up, False)
+    edges = np.linspace(0, len(across), most + 1).astype(int)[:-1]
+    counts = np.add.reduceat(finite.astype(np.float64), edges)
+    mean = np.add.reduceat(np.where(finite, up, 0.0), edges) / np.maximum(counts, 1)
+    low = np.minimum.reduceat(np.where(finite, up, np.inf), edges)
+    high = np.maximum.reduceat(np.where(finite, up, -np.inf), edges)
+    mean, low, high = (np.where(counts > 0, values, np.nan) for values in (mean, low, high))
+    return Downsampled(across[edges], mean, low, high, True)
+
+
+def usual_top(values: Sequence[float]) -> float | None:
+    """Upper end of an axis, so that a few outliers, as a first step that compiles, do not flatten the rest.
+
+    None if nothing lies far above the others.
+    """
+    finite = np.asarray(values, dtype=np.float64)
+    finite = finite[np.isfinite(finite)]
+    if len(finite) < 8:
+        return None
+    usual = 1.3 * float(np.percentile(finite, 95))
+    return usual if 0 < usual < 0.7 * float(finite.max()) else None
+
+
+def curves(
+    alt: str, panels: Sequence[Panel], resumes: Sequence[float] = (), log_x: bool = False, caption: str = ""
+) -> list[Figure]:
+    """All panels as one figure; none if there is nothing to see. resumes: steps that a later start went on from."""
+    panels = [panel for panel in panels if any(np.isfinite(curve.y).any() for curve in panel.curves if len(curve.y))]
+    if not panels:
+        return []
+    most = max(50, min(CURVE_POINTS, ALL_POINTS // sum(len(panel.curves) for panel in panels)))
+    has_legend = bool(resumes) or any(curve.label for panel in panels for curve in panel.curves)
+    margin = AXIS_INCHES + (LEGEND_INCHES if has_legend else 0)
+    with plotting.figure(WIDTH_INCHES, [PANEL_INCHES] * len(panels), margin, share_x=True) as (made, axes):
+        for panel, each in zip(panels, axes, strict=True):
+            _panel(each, panel, most)
+            for step in resumes:
+                style = {"color": plotting.INK, "linewidth": 0.8, "linestyle": (0, (1, 2)), "alpha": 0.6}
+                each.axvline(step, label="a later start goes on", **style)
+        _step_axis(axes[-1], log_x)
+        made.align_ylabels(axes)
+        plotting.legend_above(made)
+        return [Figure(plotting.data_uris(made), alt, caption)]
+
+
+def _panel(axes: Any, panel: Panel, most: int) -> None:
+    values: list[float] = []
+    for curve in panel.curves:
+        points = downsample(curve.x, curve.y, most)
+        style = plotting.line_style(curve.number)
+        mark = {"marker": "o", "markersize": 4} if curve.dots or np.isfinite(points.mean).sum() == 1 else {}
+        axes.plot(points.x, points.mean, label=curve.label or None, **style, **mark)
+        if points.averaged:
+            axes.fill_between(points.x, points.low, points.high, color=style["color"], alpha=0.2, linewidth=0)
+        values += points.mean.tolist()
+    axes.set_ylabel(panel.label)
+    if panel.log:
+        plotting.logarithmic(axes, "y")
+    elif panel.from_zero:
+        axes.set_ylim(0, usual_top(values))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+
+
+def _step_axis(axes: Any, log_x: bool) -> None:
+    """Mark whole numbers of steps, with commas."""
+    axes.set_xlabel("step")
+    if log_x:
+        axes.set_xscale("log")
+        axes.minorticks_off()
+    else:
+        axes.xaxis.get_major_locator().set_params(nbins=8, integer=True, steps=(1, 2, 2.5, 5, 10))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+
+
+def time_over_steps(history: History) -> list[Figure]:
+    """Seconds of a step, stacked over the steps; none if the log has no such times."""
+    records = [record for record in history.steps if "time_compute_s" in record]
+    if len(records) < 2:
+        return []
+    steps = [float(record["step"]) for record in records]
+    columns = {
+        part: downsample(steps, [number(record.get(f"time_{part}_s")) for record in records], STACK_POINTS)
+        for part in TIMES
+    }
+    layers = {TIMES[part]: np.nan_to_num(column.mean) for part, column in columns.items() if np.nansum(column.mean)}
+    x = columns["compute"].x
+    with plotting.figure(WIDTH_INCHES, [2.9], 2 * LEGEND_INCHES) as (made, (axes,)):
+        labels, colours = zip(*layers, strict=True)
+        axes.stackplot(x, list(layers.values()), colors=colours, labels=labels, linewidth=0)
+        axes.set_ylim(0, usual_top(np.sum(list(layers.values()), axis=0).tolist()))
+        axes.set(xlim=(x[0], x[-1]), ylabel=SECONDS)
+        _step_axis(axes, log_x=False)
+        plotting.legend_above(made)
+        return [Figure(plotting.data_uris(made), "where the seconds of a step go, over the steps")]
+
+
+def time_bars(splits: Mapping[str, Mapping[str, float]], legend: bool) -> list[Figure]:
+    """A bar a label of mean seconds by part."""
+    return _bars("where the seconds of a step go, in the mean", splits, TIMES, SECONDS, 1.0, legend)
+
+
+def memory_bars(stages: Mapping[str, Mapping[str, float]]) -> list[Figure]:
+    """A bar a label of bytes by kind."""
+    longest = max((sum(sizes.values()) for sizes in stages.values()), default=0.0)
+    unit, size = ("GB", 1e9) if longest >= 1e9 else ("MB", 1e6)
+    return _bars("memory of tensors, the most of any rank of a stage", stages, MEMORY, unit, size, legend=True)
+
+
+def _bars(
+    alt: str,
+    bars: Mapping[str, Mapping[str, float]],
+    parts: Mapping[str, tuple[str, str]],
+    unit: str,
+    size: float,
+    legend: bool,
+) -> list[Figure]:
+    """Draw a bar a name; unit: of the axis, size: in the unit of bars."""
+    lengths = {part: [bar.get(part, 0.0) / size for bar in bars.values()] for part in parts}
+    lengths = {part: row for part, row in lengths.items() if any(row)}
+    if not lengths:
+        return []
+    margin = 0.7 + (2 * LEGEND_INCHES if legend else 0)
+    with plotting.figure(WIDTH_INCHES, [BAR_INCHES * len(bars)], margin) as (made, (axes,)):
+        colours = [parts[part][1] for part in lengths]
+        labelled = {parts[part][0]: row for part, row in lengths.items()}
+        plotting.stacked_bars(axes, list(bars), labelled, colours, numbers=True)
+        axes.set_xlabel(unit)
+        if legend:
+            plotting.legend_above(made)
+        return [Figure(plotting.data_uris(made), alt)]

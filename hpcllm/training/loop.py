@@ -1,0 +1,181 @@
+"""The training loop, to be read from top to bottom.
+
+    samples -> engine: forward and backward of every microbatch -> gradients, summed over dp meanwhile
+            -> all ranks agree: loss, norm, is it finite, requests to stop -> clip, AdamW -> log, validate, save
+
+A run lives in <folder>/<name>. `train` on a folder that has a checkpoint goes on from the newest sound one, so a
+requeued job needs no other command.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import ExitStack
+
+import numpy as np
+from mpi4py import MPI
+
+from hpcllm.config.schema import Config
+from hpcllm.errors import HpcllmError
+from hpcllm.evaluation.held_out import Validation, validate
+from hpcllm.mpi.collective_errors import on_root, raise_if_any_failed
+from hpcllm.optim.adamw import learning_rate
+from hpcllm.optim.flat_buffers import MODEL
+from hpcllm.optim.replica_check import check_replicas
+from hpcllm.pipeline.trace import Span, recording, write_trace
+from hpcllm.system.job import StopSignals
+from hpcllm.training.accounting import Accounting, open_accounting
+from hpcllm.training.log import Log, Pace, Record, TrafficCounter, open_log
+from hpcllm.training.memory import Live, counting, log_memory, peak_memory_gb
+from hpcllm.training.requests import make_listener
+from hpcllm.training.resume import resume
+from hpcllm.training.run_info import start_lines
+from hpcllm.training.run_lock import lock_run
+from hpcllm.training.saving import open_saving
+from hpcllm.training.setup import RunContext, open_run
+from hpcllm.training.step import Agreed, agree, forward_backward, not_finite, update
+from hpcllm.training.summary import Summary
+
+
+def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: bool = False) -> Summary:
+    """Train as the run file says, from the start or the newest checkpoint. Collective over world.
+
+    signals: an open StopSignals; once one of them came on any rank, or there is another reason (requests.py), the run
+    ends after the step, its state saved.
+    Raises UserError before any work, NonFiniteError, StallError, CheckpointError. Returns the same on every rank.
+    """
+    with open_run(config, world) as run, ExitStack() as stack:
+        config = run.config
+        lock = stack.enter_context(lock_run(world, run.run_folder, restart))
+        step, position, found = resume(run)
+        log = _open_log(run, step, stack)
+        accounting = stack.enter_context(open_accounting(run, log, step))
+        saving = stack.enter_context(open_saving(run, lock, log, found))
+        listener = make_listener(run.run_folder, signals, config, log)
+        requests = on_root(world, lambda: listener.at_start(config.run.steps - step))
+        pace, traffic = Pace(config, world.size, run.device_setup.peak_tflops), TrafficCounter(run.traffic)
+        loss, checked, first = math.nan, None, step
+        while step < config.run.steps and not requests.stop:
+            began_s = time.perf_counter()
+            rate = learning_rate(step, config.run.steps, config.optimizer)
+            with (
+                recording(run.engine, step + 1 in config.log.trace_steps) as spans,
+                counting(run, step == first) as memory,
+            ):
+                local = forward_backward(run, step, position)
+            spent = accounting.end_passes(local.input_s)
+            agreed = agree(run, local, listener.poll(), traffic.since_last(), saving.is_done, spent)
+            if agreed.is_written:
+                saving.finish()
+            accounting.timer.end("other")
+            if not (math.isfinite(agreed.loss) and update(run, agreed.gradient_norm, rate)):
+                saving.finish()  # it is older than this step, and worth having
+                raise not_finite(run, agreed, local, step + 1, position, saving.newest)
+            accounting.end_update(agreed.spent)
+            step, position, loss = step + 1, position + config.data.global_batch, agreed.loss
+            step_s, requests = time.perf_counter() - began_s, agreed.requests
+            pace.add(step_s, agreed.traffic)
+            listener.agreed(requests, step, step_s)
+
+            # between two steps
+            is_last = requests.stop or step == config.run.steps
+            _inspect(run, log, step, memory, spans)
+            accounting.timer.end("between")
+            if is_last or _is_due(step, config.log.every_steps):
+                _log_step(run, log, pace, accounting, step, agreed, rate)
+            validation = None
+            if not requests.stop and (is_last or _is_due(step, config.log.validation_every_steps)):
+                run.optimizer.settle()
+                with traffic.paused(), listener.timing_validation():
+                    validation = checked = _validate(run, log, accounting, step)
+            if is_last or requests.save or _is_due(step, config.checkpoint.every_steps):
+                saving.save(step, position, validation.loss if validation else None, goes_on=not is_last)
+                accounting.timer.end("checkpoint")
+            listener.saved(saving.newest, saving.longest_s)
+        saving.finish()
+        listener.close()
+        is_finished = step >= config.run.steps
+        if is_finished and (requests.stop or not pace.all_steps):  # a run that is to stop saves first
+            # without a step in this start the log has the result already
+            checked = _validate(run, log if pace.all_steps else None, accounting, step)
+        stopped_by = "" if is_finished else requests.why
+        return Summary(
+            config=config,
+            ranks=world.size,
+            bubble=run.bubble,
+            step=step,
+            loss=loss,
+            validation=checked,
+            zstd19_bits_per_byte=run.store.zstd19_bits_per_byte,
+            tokens_per_s=pace.mean_tokens_per_s,
+            checkpoint=saving.newest,
+            stopped_by=stopped_by,
+            not_requeued=requests.why_not_requeued(step - first),
+            taken=accounting.close(step, stopped_by),
+        )
+
+
+def _open_log(run: RunContext, step: int, stack: ExitStack) -> Log | None:
+    """Open rank 0's log, to be closed by the stack. Collective over the mesh, so no clock runs while it is opened."""
+    log, error = None, None
+    if run.mesh.world.rank == 0:
+        try:
+            config = run.config
+            log = stack.enter_context(open_log(run.run_folder, step, config.run.steps, config.log.tensorboard))
+            for line in start_lines(run):
+                log.print(line)
+            (run.run_folder / "ranks.txt").write_text("\n".join(run.watchdog.lines()) + "\n", encoding="utf-8")
+        except OSError as failure:
+            error = HpcllmError(f"cannot write a log in {str(run.run_folder)!r}: {failure}")
+    raise_if_any_failed(run.mesh.world, error)
+    return log
+
+
+def _is_due(step: int, every_steps: int) -> bool:
+    return every_steps > 0 and step % every_steps == 0
+
+
+def _inspect(run: RunContext, log: Log | None, step: int, memory: Live | None, spans: list[Span]) -> None:
+    """Measure memory, compare replicas, write a trace: after some steps only. Collective over the mesh.
+
+    Raises ReplicaError.
+    """
+    config = run.config
+    if memory:
+        log_memory(run, log, step, memory.peak)
+    if _is_due(step, config.communication.hash_every_steps):
+        is_sharded = config.optimizer.shard == "all"
+        own = {piece.name: piece.values for piece in run.optimizer.pieces_to_read() if piece.kind == MODEL}
+        check_replicas(own if is_sharded else run.parameters, run.mesh, run.control, step, is_sharded)
+    if step in config.log.trace_steps:
+        write_trace(run.run_folder / "trace", step, run.schedule, run.mesh, spans, run.control)
+
+
+def _log_step(
+    run: RunContext, log: Log | None, pace: Pace, accounting: Accounting, step: int, agreed: Agreed, rate: float
+) -> None:
+    """Log a step, with the largest memory of all ranks. Collective over the mesh."""
+    memory_gb = np.array(peak_memory_gb(run.device))  # of the device, of the host
+    run.control.allreduce(run.mesh.world, memory_gb, lambda: "the largest memory over all ranks", MPI.MAX)
+    norm = agreed.gradient_norm if math.isfinite(agreed.gradient_norm) else None  # JSON has no word for infinity
+    record: Record = {"step": step, "loss": agreed.loss, "learning_rate": rate, "grad_norm": norm}
+    if run.loss_scale.is_dynamic:
+        record |= {"loss_scale": run.loss_scale.value, "skipped_steps": step - run.optimizer.updates}
+    record |= pace.take(step)
+    record |= accounting.record(record["step_s"])
+    record |= {"memory_gb": memory_gb[0].item(), "samples": agreed.samples}
+    if run.device.type != "cpu":
+        record["host_memory_gb"] = memory_gb[1].item()
+    if log:
+        log.step(record)
+    accounting.timer.end("between")
+
+
+def _validate(run: RunContext, log: Log | None, accounting: Accounting, step: int) -> Validation | None:
+    """Measure the held-out loss and log it. Collective over the mesh."""
+    result = validate(run.config, run.mesh, run.store, run.engine, run.control)
+    accounting.timer.end("validation")
+    if log and result:
+        log.validation({"step": step, "validation_loss": result.loss, "bits_per_byte": result.bits_per_byte})
+    return result

@@ -1,0 +1,82 @@
+"""Resuming a run from its folder, or beginning it. Which checkpoints are kept, and when: saving.py.
+
+runs/NAME/run.toml                            the run file with every key written out
+          job.txt                             which job holds the folder, see run_lock.py
+          ranks.txt                           place of each rank in the mesh, its process and node
+          trace/step_00000010.json            times of each rank in a step, see pipeline/trace.py
+          log.jsonl                           one object a logged step; TensorBoard events beside it
+          checkpoints/step_00001000.h5        any layout reads it
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tomli_w
+
+from hpcllm.checkpoint.folder import load_newest, sweep
+from hpcllm.checkpoint.huggingface.start import read_weights, same_tokens
+from hpcllm.checkpoint.reader import Checkpoint
+from hpcllm.checkpoint.restore import restore, restore_residuals, tokenizer_json
+from hpcllm.checkpoint.state import facts
+from hpcllm.config.schema import Config, to_tables
+from hpcllm.errors import HpcllmError
+from hpcllm.mpi.collective_errors import on_root
+from hpcllm.training.compatibility import check_same_run
+
+if TYPE_CHECKING:
+    from hpcllm.training.setup import RunContext
+
+
+def resume(run: RunContext) -> tuple[int, int, Path | None]:
+    """Load the newest sound checkpoint of the run folder, if there is one. Returns step, position and its path.
+
+    Collective over the mesh. Raises ConfigError if the checkpoint is of another model, CheckpointError.
+    """
+    world, folder = run.mesh.world, run.run_folder
+    on_root(world, lambda: len(sweep(folder / "checkpoints")))
+    found, passed_over = load_newest(folder / "checkpoints", world, lambda checkpoint: _load(run, checkpoint))
+    step, position, path, lines = found or (0, 0, None, [])
+    if world.rank == 0 and (passed_over or lines):
+        print("\n".join([*passed_over, *lines]), flush=True)
+    if found is None and run.config.run.start_from:
+        _begin(run)
+    on_root(world, lambda: _write_run_file(folder, run.config))
+    return step, position, path
+
+
+def _load(run: RunContext, checkpoint: Checkpoint) -> tuple[int, int, Path, list[str]]:
+    """Load a checkpoint that is of this run. Returns step, position, its path and lines for people. Collective."""
+    known = facts(checkpoint)
+    tokenizer = on_root(run.mesh.world, lambda: tokenizer_json(checkpoint))
+    check_same_run(run.config, run.store.tokenizer_json, known.config, tokenizer, checkpoint.path)
+    restore(checkpoint, run.shards, run.optimizer.pieces_to_read())
+    residuals = run.residuals()
+    lost = restore_residuals(checkpoint, residuals) if residuals else ""
+    run.optimizer.loaded(known.updates)
+    if known.config.get("precision", {}).get("compute") == "fp16":  # other precisions have no loss scale to continue
+        run.loss_scale.restore(known.loss_scale, known.good_steps)
+    lines = [f"goes on from {checkpoint.path} at step {known.step}"]
+    lines += [f"error feedback begins anew, with residuals of zero: {lost}"] if lost else []
+    return known.step, known.position, checkpoint.path, lines
+
+
+def _begin(run: RunContext) -> None:
+    """Fill the weights from run.start_from. Collective over the mesh."""
+    path = Path(run.config.run.start_from)
+    tokenizer = read_weights(path, run.shards, run.optimizer.pieces_to_read(), run.mesh.world)
+    run.optimizer.loaded(0)
+    if run.mesh.world.rank == 0:
+        print(f"begins with the weights of {path}", flush=True)
+        if tokenizer and not same_tokens(tokenizer, run.store.tokenizer_json):
+            print(f"note: the tokens of {run.config.data.store!r} are not those of the weights", flush=True)
+
+
+def _write_run_file(folder: Path, config: Config) -> None:
+    aside, path = folder / "run.toml.tmp", folder / "run.toml"
+    try:
+        aside.write_text(tomli_w.dumps(to_tables(config)), encoding="utf-8")
+        aside.replace(path)
+    except OSError as error:
+        raise HpcllmError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,85 @@
+"""Description of a start of a run: the lines that it prints, and one record of log.jsonl to be read a year later."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from mpi4py import MPI
+
+import hpcllm
+from hpcllm.checkpoint.state import versions
+from hpcllm.model.shapes import parameter_count
+from hpcllm.system.device import device_facts
+from hpcllm.system.hardware.node import find_hardware
+from hpcllm.system.slurm import nodes_text
+
+if TYPE_CHECKING:
+    from hpcllm.training.setup import RunContext
+
+GIT_LIMIT_S = 5.0
+SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_JOB_PARTITION", "SLURM_CLUSTER_NAME", "SLURM_RESTART_COUNT")
+
+
+def start_lines(run: RunContext) -> list[str]:
+    """Return what rank 0 prints before the first step: model, layout, device, MPI library, where messages lie."""
+    config, shape, placement = run.config, run.mesh.shape, run.schedule.placement
+    model = config.run.start_from or config.model.preset
+    chunks = f" and {placement.chunks} chunks a rank" if placement.chunks > 1 else ""
+    # 'Open MPI v5.0.11': what the library says of itself, cut before the particulars of its build
+    library = " ".join(MPI.Get_library_version().split("\n")[0].split(",")[0].split())
+    lines = [
+        f"{config.run.name}: {parameter_count(config.model) / 1e6:.2f} M parameters ({model}), "
+        f"dp={shape['dp']} pp={shape['pp']} tp={shape['tp']}, {run.schedule.name} with "
+        f"{config.pipeline.microbatches} microbatches{chunks} (bubble {100 * run.bubble:.0f} %), "
+        f"{run.device_setup.text}, {library}"
+    ]
+    if reach := run.device_setup.mpi_access:
+        lines.append(f"messages lie in {'device' if reach.direct else 'pinned host'} memory: {reach.why}")
+    if config.optimizer.warmup_steps >= config.run.steps:
+        lines.append(f"note: the learning rate warms up for {config.optimizer.warmup_steps} steps, longer than the run")
+    return lines
+
+
+def run_info(run: RunContext, nodes: int, devices: int) -> dict[str, Any]:
+    """Return time, place, devices and versions. For rank 0. nodes, devices: of the job; devices are GPUs or cores."""
+    device = run.device
+    name = device_facts(device).text if device.type != "cpu" else find_hardware().processor
+    slurm = {key.removeprefix("SLURM_").lower(): os.environ[key] for key in SLURM if key in os.environ}
+    return {
+        "time": utc_now(),
+        "ranks": run.mesh.world.size,
+        "nodes": nodes,
+        "hosts": nodes_text(line.rpartition(" on ")[2] for line in run.watchdog.lines()),
+        "mesh": run.mesh.shape,
+        "devices": devices,
+        "device": device.type,
+        "device_name": name,
+        "threads": torch.get_num_threads(),
+        "bubble": run.bubble,
+        "machine": run.config.run.machine,
+        "slurm": slurm,
+        "commit": _commit(),
+        "versions": {name: " ".join(version.split()) for name, version in versions().items()},
+    }
+
+
+def utc_now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _commit() -> str:
+    """Commit of the checkout that runs, with + where files were changed since; "" for an installed package."""
+    folder = Path(hpcllm.__file__).parent.parent
+    if not (folder / ".git").exists():
+        return ""
+    ask = ["git", "-C", str(folder), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    try:
+        answer = subprocess.run(ask, capture_output=True, text=True, timeout=GIT_LIMIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return answer.stdout.strip()

@@ -1,0 +1,226 @@
+"""Set up one rank from a checked run file: whatever is invalid is rejected here, before any work.
+
+Config --+-- mesh sizes, batch split -----> Mesh, microbatches
+         +-- token store -----------------> vocabulary, Sampler
+         +-- schedule, spans of layers ---> a Decoder a chunk --> Gradients, Optimizer, Engine
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from hpcllm.checkpoint.huggingface.start import take_model
+from hpcllm.checkpoint.mpio import check_writer
+from hpcllm.checkpoint.state import Residuals, Shards, find_residuals
+from hpcllm.collectives import group_of, prepare
+from hpcllm.collectives.selection import link_codec
+from hpcllm.collectives.tuning import Tuning, load_tuning
+from hpcllm.config.schema import Config, traffic_codecs
+from hpcllm.data.loader import Loader
+from hpcllm.data.sampler import Sampler, sample_count
+from hpcllm.data.store import TokenStore, open_store
+from hpcllm.model.initialisation import allocate_chunks, initial_values
+from hpcllm.model.shapes import parameter_shapes
+from hpcllm.model.tensor_parallel import LANE, TensorParallel, tensor_parallel, traffic
+from hpcllm.mpi.collective_errors import on_root
+from hpcllm.mpi.mesh import Mesh, open_mesh
+from hpcllm.mpi.mesh_axes import describe_rank
+from hpcllm.mpi.wait import Waits
+from hpcllm.mpi.watchdog import Watchdog, open_watchdog
+from hpcllm.optim.buckets import Gradients
+from hpcllm.optim.loss_scale import LossScale, make_loss_scale
+from hpcllm.optim.optimizer import KINDS, Optimization, Optimizer, make_optimization
+from hpcllm.pipeline.actions import Placement
+from hpcllm.pipeline.chunk import Chunk, additions
+from hpcllm.pipeline.engine import Engine
+from hpcllm.pipeline.link import BACKWARD, FORWARD, Codecs, Link
+from hpcllm.pipeline.schedules import Schedule
+from hpcllm.plan.resolve import resolve
+from hpcllm.system.device import torch_dtype
+from hpcllm.system.device_setup import DeviceSetup, set_up_device
+from hpcllm.training.log import Traffic
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """All that one rank trains with. Plain values; loop.py brings them together."""
+
+    config: Config  # vocabulary and dp filled in
+    mesh: Mesh
+    tp: TensorParallel
+    store: TokenStore
+    device_setup: DeviceSetup
+    loader: Loader
+    schedule: Schedule  # checked
+    bubble: float  # share of a step that it lets a rank idle, if a backward pass takes twice a forward pass
+    parameters: dict[str, torch.nn.Parameter]  # of this rank, in the order of the model
+    shared: str | None  # the parameter of which the other end of the pipeline has a copy
+    optimization: Optimization
+    loss_scale: LossScale
+    engine: Engine
+    control: Waits  # for sums over all ranks between the passes
+    watchdog: Watchdog
+
+    @property
+    def owned(self) -> frozenset[str]:
+        """Names of the parameters that this rank answers for: a shared embedding belongs to the first stage."""
+        is_copy = self.mesh.pp.rank > 0
+        return frozenset(name for name in self.parameters if not (is_copy and name == self.shared))
+
+    @property
+    def device(self) -> torch.device:
+        return self.device_setup.device
+
+    @property
+    def gradients(self) -> Gradients:
+        return self.optimization.gradients
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.optimization.optimizer
+
+    @property
+    def run_folder(self) -> Path:
+        return Path(self.config.run.folder) / self.config.run.name
+
+    @property
+    def shards(self) -> Shards:
+        """Shapes of the global tensors and this rank's place in tp, for checkpoints."""
+        return Shards(parameter_shapes(self.config.model), self.mesh.tp.rank, self.mesh.tp.size)
+
+    def residuals(self) -> Residuals | None:
+        """Residuals of error feedback, None if there are none. Collective over the mesh."""
+        return find_residuals(self.optimizer.residuals(), self.mesh.world)
+
+    def traffic(self) -> Traffic:
+        """Seconds waited and bytes sent so far by this rank, in the order of log.TRAFFIC."""
+        link, worker, wires = self.engine.link, self.optimization.worker, self.optimization.wires
+        tensor_s, *tensor_bytes = traffic(self.tp)
+        exposed_s = link.waits.total_s + worker.exposed_s + tensor_s
+        shared = [count for kind in KINDS for count in (wires[kind].plain_bytes, wires[kind].sent_bytes)]
+        ways = [count[way] for way in (FORWARD, BACKWARD) for count in (link.plain_bytes, link.sent_bytes)]
+        return np.array([exposed_s, worker.hidden_s, *shared, *ways, *tensor_bytes])
+
+
+@contextmanager
+def open_run(config: Config, comm: MPI.Intracomm) -> Iterator[RunContext]:
+    """Make everything that this rank trains with, with initial weights. Collective over comm. Raises UserError."""
+    check_writer(config.checkpoint.writer)
+    resolved = resolve(take_model(config, comm), comm.size, partial(on_root, comm))
+    bubble = on_root(comm, lambda: resolved.bubble)
+    config, store = open_store(resolved.config, comm)
+    schedule, placement = resolved.schedule, resolved.schedule.placement
+    tuning_file = config.communication.tuning
+    tuning = on_root(comm, lambda: load_tuning(tuning_file)) if tuning_file else None
+    place = partial(describe_rank, ranks=comm.size, config=config.mesh)
+    with open_mesh(comm, config.mesh) as mesh, open_watchdog(mesh.world, place) as watchdog:
+        device_setup = set_up_device(config, mesh)
+        tp = _tensor_parallel(config, mesh, tuning, watchdog)
+        stages = [placement.stage(mesh.pp.rank, chunk) for chunk in range(placement.chunks)]
+        decoders = allocate_chunks(
+            config.model,
+            [resolved.spans[stage] for stage in stages],
+            tp,
+            torch_dtype(config.precision.compute),
+            device_setup.device,
+            bare=config.optimizer.shard != "none",
+        )
+        for stage, decoder in zip(stages, decoders, strict=True):
+            decoder.recompute = resolved.recompute[stage]
+            decoder.loss_tokens = config.pipeline.loss_tokens
+        parameters = {name: p for decoder in decoders for name, p in decoder.named_parameters()}
+        is_cut = placement.home(placement.stages - 1)[0] != 0  # embedding and head are on two ranks
+        shared = "embedding.weight" if config.model.tied and is_cut and mesh.ends.size > 1 else None
+        counts = additions(decoders, schedule.actions[mesh.pp.rank])
+        fill = initial_values(config.model, config.run.seed, tp)
+        optimization = make_optimization(config, mesh, parameters, fill, counts, shared, tp, tuning, watchdog)
+        for decoder in decoders:
+            decoder.unshard_hooks = optimization.optimizer.unshard_hooks
+        link = _link(config, mesh, tp, placement, device_setup.device, tuning, watchdog)
+        yield RunContext(
+            config=config,
+            mesh=mesh,
+            tp=tp,
+            store=store,
+            device_setup=device_setup,
+            loader=_loader(config, mesh, store, device_setup.device),
+            schedule=schedule,
+            bubble=bubble,
+            parameters=parameters,
+            shared=shared,
+            optimization=optimization,
+            loss_scale=make_loss_scale(config),
+            engine=Engine([Chunk(decoder) for decoder in decoders], link, optimization.gradients.added),
+            control=Waits(config.limits.stall_s, observer=watchdog),
+            watchdog=watchdog,
+        )
+        optimization.close()
+
+
+def _loader(config: Config, mesh: Mesh, store: TokenStore, device: torch.device) -> Loader:
+    data, tokens = config.data, store.tokens("train")
+    share = data.global_batch // mesh.dp.size
+    return Loader(
+        tokens=tokens,
+        sampler=Sampler(sample_count(len(tokens), data.sequence_length), config.run.seed),
+        sequence=data.sequence_length,
+        share=share,
+        first=mesh.dp.rank * share,
+        global_batch=data.global_batch,
+        microbatches=config.pipeline.microbatches,
+        device=device,
+    )
+
+
+def _tensor_parallel(config: Config, mesh: Mesh, tuning: Tuning | None, watchdog: Watchdog) -> TensorParallel:
+    """Make the group of the ranks that split layers, and its codec. Collective over mesh.tp."""
+    group = group_of(mesh.tp)
+    group.wire.waits = Waits(config.limits.stall_s, observer=watchdog)
+    group.use_tuning(tuning)
+    for each in (group, group.background(LANE)) if group.size > 1 else ():
+        prepare(each)  # while no other thread makes windows
+    largest = math.prod(_hidden_shape(config, mesh))
+    codec = traffic_codecs(config.communication)["tensor"]
+    codec = link_codec(codec, largest, group.nodes == 1, tuning, _name(torch_dtype(config.precision.compute)))
+    return tensor_parallel(group, config.mesh.sequence_parallel, codec)
+
+
+def _hidden_shape(config: Config, mesh: Mesh) -> tuple[int, int, int]:
+    """Return (samples of a microbatch, sequence, hidden) of a whole sequence, even where tp splits it."""
+    size = config.data.global_batch // mesh.dp.size // config.pipeline.microbatches
+    return size, config.data.sequence_length, config.model.hidden
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _link(
+    config: Config,
+    mesh: Mesh,
+    tp: TensorParallel,
+    placement: Placement,
+    device: torch.device,
+    tuning: Tuning | None,
+    watchdog: Watchdog,
+) -> Link:
+    size, sequence, hidden = _hidden_shape(config, mesh)
+    shape = (size, sequence // tp.parts, hidden)
+    dtype = torch_dtype(config.precision.compute)
+    codecs: Codecs = {}
+    measured = tuning if device.type == "cpu" else None  # of the CPU's codecs
+    neighbours = {(mesh.pp.rank + step) % mesh.pp.size for step in (-1, 1)} - {mesh.pp.rank}
+    for way, kind in ((FORWARD, "forward"), (BACKWARD, "backward")):
+        for peer in neighbours:
+            name = traffic_codecs(config.communication)[kind]
+            codecs[way, peer] = link_codec(name, math.prod(shape), mesh.shares_node(peer), measured, _name(dtype))
+    return Link(mesh, placement, shape, Waits(config.limits.stall_s, observer=watchdog), codecs, dtype, device)

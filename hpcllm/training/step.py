@@ -1,0 +1,132 @@
+"""One step on one rank, in three calls of the loop.
+
+forward_backward   samples -> passes of every microbatch, gradients summed over dp meanwhile -> Local
+agree              one small sum over all ranks: loss, norm, samples, requests, traffic, time  -> Agreed
+update             clip, AdamW; a step whose gradients overflowed is skipped
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hpcllm.data.loader import HASH_BITS
+from hpcllm.errors import NonFiniteError
+from hpcllm.training.log import Traffic
+from hpcllm.training.requests import RequestCounts, Requests
+from hpcllm.training.step_timer import NOTHING_SPENT, Spent
+
+if TYPE_CHECKING:
+    from hpcllm.training.setup import RunContext
+
+
+@dataclass(frozen=True)
+class Local:
+    """Result of a step's passes on one rank."""
+
+    loss: float  # part of this rank, in nats a token of the global batch; 0 on all ranks but that of the last stage
+    squares: float  # sum over the gradients that this rank counts (Gradients.squared_norm)
+    samples: int  # hash of the samples that this rank read, see loader.samples_hash
+    input_s: float  # seconds of reading them, or the next ones
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """Result of a step, the same numbers on every rank."""
+
+    loss: float  # nats a token, over the global batch
+    gradient_norm: float  # of the loss itself, whatever it was scaled with; not finite where a scaled gradient is not
+    requests: Requests  # to save, to stop
+    samples: str  # hash of the samples that were read and of their order, see loader.samples_hash
+    is_written: bool  # all ranks are done with the checkpoint under way
+    traffic: Traffic  # of the step, with the weights gathered behind its forward pass; summed over the ranks
+    spent: Spent  # seconds and joules since the step before, summed over the ranks
+
+
+def forward_backward(run: RunContext, step: int, position: int) -> Local:
+    """Sum up the gradients of the batch at `position`, times the loss scale.
+
+    step: number of steps that the run has made, which decides if traffic is still exact. Collective over the mesh.
+    Raises StallError.
+    """
+    data, communication, before_s = run.config.data, run.config.communication, run.loader.input_s
+    tokens = data.global_batch * data.sequence_length
+    exact = step < communication.exact_steps
+    run.engine.set_exact(exact)
+    run.optimizer.weights.exact = exact
+    batch = run.loader.take(position)
+    run.gradients.begin(step, exact)
+    loss = run.engine.run(run.schedule, batch.inputs, batch.targets, run.loss_scale.value / tokens)
+    run.loader.read_ahead(position)
+    run.gradients.finish()
+    # the one place of a step where the host waits for everything that it has handed to the device
+    nats, squares = torch.stack([loss, run.gradients.squared_norm()]).tolist()
+    return Local(nats / tokens, squares, batch.hash, run.loader.input_s - before_s)
+
+
+def agree(
+    run: RunContext,
+    local: Local,
+    requests: RequestCounts,
+    traffic: Traffic,
+    is_written: bool = False,
+    spent: Spent = NOTHING_SPENT,
+) -> Agreed:
+    """Sum the results of all ranks. is_written: this rank is done with the checkpoint under way.
+
+    Collective over the mesh.
+    """
+    mesh = run.mesh
+    sums = np.array([local.loss, local.squares, local.samples, is_written, *requests, *traffic, *spent])
+    run.control.allreduce(mesh.world, sums, lambda: "all ranks to agree on a step's loss and gradient norm")
+    loss, squares, samples, written = sums[:4].tolist()
+    requests, traffic, spent = np.split(sums[4:], [len(requests), len(requests) + len(traffic)])
+    each = int(samples) // (mesh.pp.size * mesh.tp.size) % (1 << HASH_BITS)  # all ranks of a replica have read the same
+    return Agreed(
+        loss=loss,
+        gradient_norm=math.sqrt(squares) / run.loss_scale.value,
+        requests=Requests.from_sums(requests),
+        samples=f"{each:0{HASH_BITS // 4}x}",
+        is_written=written == mesh.world.size,
+        traffic=traffic,
+        spent=spent,
+    )
+
+
+def update(run: RunContext, norm: float, rate: float) -> bool:
+    """Update the weights, with gradients of a norm of at most clip_norm (Pascanu et al. 2013, algorithm 1).
+
+    A step in which a gradient overflowed is skipped and the loss scale halved; returns false if that would not help,
+    on all ranks alike. Collective over the mesh.
+    """
+    if not math.isfinite(norm):
+        return run.loss_scale.is_dynamic and run.loss_scale.overflow()
+    limit = run.config.optimizer.clip_norm
+    clip = limit / norm if limit and norm > limit else 1.0
+    run.optimizer.update(rate, clip / run.loss_scale.value)
+    run.loss_scale.good_step()
+    return True
+
+
+def not_finite(
+    run: RunContext, agreed: Agreed, local: Local, step: int, position: int, saved: Path | None
+) -> NonFiniteError:
+    """Make the error that names the ranks that saw it first. Collective over the mesh; only on the way out."""
+    where = f"rank {run.mesh.world.rank} (dp {run.mesh.dp.rank}, stage {run.mesh.pp.rank})"
+    bad_loss = run.mesh.world.allgather("" if math.isfinite(local.loss) else where)
+    bad_gradient = run.mesh.world.allgather("" if run.gradients.is_finite() else where)
+    ranks = [name for name in bad_loss if name] or [name for name in bad_gradient if name]
+    scaled = run.loss_scale.is_dynamic and math.isfinite(agreed.loss)
+    advice = "precision.compute = 'bf16': the loss scale is 1, and fp16 still overflows; or with " if scaled else ""
+    error = NonFiniteError(
+        f"step {step}: loss {agreed.loss}, gradient norm {agreed.gradient_norm}, on {', '.join(ranks[:3])}; samples "
+        f"{position} to {position + run.config.data.global_batch - 1}; nothing was written after it. "
+        f"Go on from {saved or 'the start'} with {advice}a lower optimizer.learning_rate or a longer warm-up"
+    )
+    error.everywhere = True
+    return error

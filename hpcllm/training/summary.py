@@ -1,0 +1,94 @@
+"""Closing table of a run, as text and for --json."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcllm.config.schema import Config
+from hpcllm.evaluation.held_out import Validation
+from hpcllm.system.energy import account
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Result of a start of a run, equal on every rank."""
+
+    config: Config
+    ranks: int
+    bubble: float  # share of a step that the schedule lets a rank idle
+    step: int
+    loss: float  # of the last step; NaN if this start made none
+    validation: Validation | None
+    zstd19_bits_per_byte: float
+    tokens_per_s: float
+    checkpoint: Path | None
+    stopped_by: str  # why this start ended early, or ''
+    not_requeued: str  # why a run that stopped may not go back into the queue, or ''
+    # hours, energy, cost of all starts, see system/energy/account.py
+    taken: dict[str, Any] = field(default_factory=dict)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return (name, value) pairs for people."""
+        config, rows = self.config, []
+        mesh = config.mesh
+        rows.append(("run", str(Path(config.run.folder) / config.run.name)))
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        rows.append(("layout", f"{ranks}: dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, bubble {100 * self.bubble:.0f} %"))
+        stopped = f", stopped by {self.stopped_by}" if self.stopped_by else ""
+        more = ", the checkpoint is further than run.steps" if self.step > config.run.steps else ""
+        rows.append(("steps", f"{self.step} of {config.run.steps}{more}{stopped}"))
+        if math.isfinite(self.loss):
+            rows.append(("training loss", f"{self.loss:.4f}"))
+        rows += self._held_out()
+        if self.tokens_per_s:
+            rows.append(("speed", f"{self.tokens_per_s:,.0f} tokens/s"))
+        rows += account.rows(self.taken)
+        if self.checkpoint:
+            path = shlex.quote(str(self.checkpoint))
+            rows.append(("checkpoint", str(self.checkpoint)))
+            rows.append(("generate", f"{_python()} -m hpcllm generate {path} --prompt 'def main('"))
+        return rows
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the values for --json; keys carry the unit, an unknown value is null."""
+        validation = self.validation
+        return {
+            "run_folder": str(Path(self.config.run.folder) / self.config.run.name),
+            "ranks": self.ranks,
+            "mesh": {"dp": self.config.mesh.dp, "pp": self.config.mesh.pp, "tp": self.config.mesh.tp},
+            "step": self.step,
+            "steps": self.config.run.steps,
+            "loss": self.loss if math.isfinite(self.loss) else None,
+            "validation_loss": validation.loss if validation else None,
+            "bits_per_byte": validation.bits_per_byte if validation else None,
+            "zstd19_bits_per_byte": self.zstd19_bits_per_byte if math.isfinite(self.zstd19_bits_per_byte) else None,
+            "tokens_per_s": self.tokens_per_s,
+            "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "stopped_by": self.stopped_by or None,
+            **self.taken,
+        }
+
+    def text(self) -> str:
+        width = max(len(name) for name, _ in self.rows())
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in self.rows())
+
+    def _held_out(self) -> list[tuple[str, str]]:
+        if not self.validation:
+            return [] if self.stopped_by else [("held-out loss", "none: the store has too little validation text")]
+        zstd = f"   (zstd -19: {self.zstd19_bits_per_byte:.3f})" if math.isfinite(self.zstd19_bits_per_byte) else ""
+        return [
+            ("held-out loss", f"{self.validation.loss:.4f}, {self.validation.samples} samples"),
+            ("bits per byte", f"{self.validation.bits_per_byte:.3f} on held-out text{zstd}"),
+        ]
+
+
+def _python() -> str:
+    """Path for a shell in this folder to start the interpreter that runs this, with no environment activated."""
+    near = os.path.relpath(sys.executable)
+    return shlex.quote(sys.executable if near.startswith("..") else near)

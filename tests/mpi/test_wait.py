@@ -1,0 +1,81 @@
+"""Waits end when the messages are there, or when the limit passes: then with a name."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from hpcllm.errors import StallError
+from hpcllm.mpi.wait import Waits
+
+
+def never() -> str:
+    raise AssertionError("the name of a wait that ended well was asked for")
+
+
+@pytest.fixture
+def pending():
+    """A receive that nobody sends to."""
+    request = MPI.COMM_SELF.Irecv(np.empty(1), 0, 99)
+    yield request
+    request.Cancel()
+    request.Wait()
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_what_is_complete_costs_no_time_and_no_name(count):
+    waits = Waits(limit_s=1.0)
+    waits.all([MPI.REQUEST_NULL] * count, never)
+    assert waits.total_s == 0
+
+
+@pytest.mark.parametrize("limit_s", [0.05, 0.3])
+def test_a_wait_past_its_limit_raises_with_rank_limit_and_name(pending, limit_s):
+    waits = Waits(limit_s)
+    start = time.perf_counter()
+    with pytest.raises(StallError, match=rf"rank 0: waited {limit_s:g} s for a letter; .* raise limits\.stall_s"):
+        waits.all([pending], lambda: "a letter")
+    spent_s = time.perf_counter() - start
+    assert limit_s <= waits.total_s <= spent_s < limit_s + 5
+
+
+def test_one_message_too_few_is_a_stall(pending):
+    with pytest.raises(StallError):
+        Waits(0.05).all([MPI.REQUEST_NULL, pending, MPI.REQUEST_NULL], lambda: "two of three")
+
+
+def test_another_thread_computes_meanwhile(pending):
+    """A pure Python loop needs the interpreter's lock, which a wait inside MPI would keep."""
+    count = 0
+
+    def work() -> None:
+        nonlocal count
+        while not done:
+            count += 1
+
+    done = False
+    thread = threading.Thread(target=work)
+    thread.start()
+    with pytest.raises(StallError):
+        Waits(0.3).all([pending], lambda: "a letter")
+    done = True
+    thread.join()
+    assert count > 1000
+
+
+@pytest.mark.parallel([2, 3, 4])
+def test_a_late_message_ends_the_wait_and_its_time_is_counted(comm):
+    waits, late_s, got = Waits(limit_s=60.0), 0.2, np.zeros(3)
+    comm.Barrier()
+    if comm.rank == 0:
+        time.sleep(late_s)
+        for peer in range(1, comm.size):
+            comm.Send(np.full(3, float(peer)), peer, 5)
+    else:
+        waits.all([comm.Irecv(got, 0, 5)], never)
+        assert np.all(got == comm.rank)
+        assert waits.total_s > late_s / 2

@@ -1,0 +1,1 @@
+"""Deliberate faults and what runs them: run.py."""

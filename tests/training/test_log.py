@@ -1,0 +1,143 @@
+"""The log of a run: each step once, numbers that follow from each other, whatever an earlier job left."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcllm.config.schema import from_tables
+from hpcllm.errors import HpcllmError
+from hpcllm.model.shapes import flops_per_token
+from hpcllm.training.log import TRAFFIC, Pace, clock_text, open_log, step_line
+
+CONFIG = from_tables({"run": {"steps": 100}, "data": {"global_batch": 6, "sequence_length": 32}})
+durations = st.lists(st.tuples(st.floats(1e-3, 10), st.floats(0, 1)), min_size=1, max_size=20)
+
+
+SENT = {
+    "gradients_plain_bytes": 4e6,
+    "gradients_bytes": 1e6,
+    "forward_plain_bytes": 2e6,
+    "forward_bytes": 2e6,
+    "tensor_plain_bytes": 6e6,
+    "tensor_bytes": 4e6,
+}
+
+
+def traffic_of(**counts: float) -> np.ndarray:
+    return np.array([counts.get(what, 0.0) for what in TRAFFIC])
+
+
+def record(step: int) -> dict:
+    numbers = {"loss": 2.5, "learning_rate": 1e-3, "grad_norm": 1.0, "memory_gb": 0.5}
+    pace = Pace(CONFIG, ranks=2, peak_tflops=None)
+    pace.add(0.5, traffic_of(exposed_s=0.2))
+    return {"step": step} | numbers | pace.take(step)
+
+
+def steps_in(folder) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+@settings(deadline=None)
+@given(st.lists(durations, min_size=1, max_size=4), st.integers(1, 8), st.sampled_from([None, 0.5, 100.0]))
+def test_pace_gives_means_since_the_last_time_and_over_all(intervals, ranks, peak):
+    pace = Pace(CONFIG, ranks, peak)
+    for interval in intervals:
+        for step_s, share in interval:
+            pace.add(step_s, traffic_of(exposed_s=share * step_s * ranks, hidden_s=0.5 * ranks, **SENT))
+        total_s = sum(step_s for step_s, _ in interval)
+        found = pace.take(40)
+        mean_s = total_s / len(interval)
+        assert found["step_s"] == pytest.approx(mean_s)
+        assert found["tokens_per_s"] == pytest.approx(6 * 32 / mean_s)
+        assert found["communication_share"] == pytest.approx(sum(s * t for s, t in interval) / total_s)
+        assert found["eta_s"] == pytest.approx(60 * mean_s)
+        tflops = flops_per_token(CONFIG.model, 32) * 6 * 32 / mean_s / ranks / 1e12
+        assert found["tflops_per_device"] == pytest.approx(tflops)
+        assert found["communication_hidden_s"] == pytest.approx(0.5)
+        sent = {key: value for key, value in found.items() if key.endswith(("_bytes", "_ratio"))}
+        assert sent == SENT | {"gradients_ratio": 4, "forward_ratio": 1, "tensor_ratio": 1.5}
+        assert found.get("mfu") == (pytest.approx(tflops / peak) if peak else None)
+    everything = [step_s for interval in intervals for step_s, _ in interval]
+    assert pace.mean_tokens_per_s == pytest.approx(len(everything) * 6 * 32 / sum(everything))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6))
+def test_a_clock_reads_back(seconds):
+    total = 0
+    for part in clock_text(seconds).split(":"):
+        total = 60 * total + int(part)
+    assert total == seconds
+
+
+def test_a_line_for_people_names_what_the_record_holds():
+    line = step_line(record(7) | {"mfu": 0.25}, 100)
+    for part in ("step      7/100", "loss 2.5000", "384 tokens/s", "waiting 20 %", "MFU 25.0 %", "ETA 0:46"):
+        assert part in line
+    assert "MFU" not in step_line(record(7), 100)
+
+
+@pytest.mark.parametrize("first_step", [0, 3, 5, 99])
+@pytest.mark.parametrize("torn", ["", '{"step": 6, "los', "not json\n", '{"loss": 1}\n', "[]\n"])
+def test_a_run_that_goes_on_keeps_each_step_once(tmp_path, first_step, torn):
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    (folder / "log.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)) + torn)
+    with open_log(folder, first_step, 100, tensorboard=False) as log:
+        log.step(record(first_step + 1))
+    assert steps_in(folder) == [*range(1, min(first_step, 5) + 1), first_step + 1]
+    assert [path.name for path in folder.iterdir()] == ["log.jsonl"]
+
+
+def test_what_was_logged_is_in_the_file_at_once_and_said_on_standard_output(tmp_path, capsys):
+    with open_log(tmp_path, 0, 10, tensorboard=False) as log:
+        for step in (1, 2):
+            log.step(record(step))
+            assert steps_in(tmp_path)[-1] == step  # a job that is killed now loses nothing
+        log.validation({"step": 2, "validation_loss": 3.0, "bits_per_byte": 1.5})
+    said = capsys.readouterr().out
+    assert "step      1/10  loss" in said
+    assert "validation loss 3.0000  bits per byte 1.5000" in said
+    assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0]) == record(1)
+
+
+def test_a_terminal_gets_a_bar_instead_of_lines(tmp_path, monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with open_log(tmp_path, 0, 10, tensorboard=False) as log:
+        log.step(record(4))
+    assert "4/10" in terminal.getvalue()
+    assert "loss 2.500" in terminal.getvalue()
+    assert "step      4" not in capsys.readouterr().out
+
+
+def test_tensorboard_gets_every_number_of_every_step(tmp_path):
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with open_log(tmp_path, 0, 10, tensorboard=True) as log:
+        for step in (1, 2, 3):
+            log.step(record(step))
+    events = accumulators.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == set(record(1)) - {"step"}
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(step, 2.5) for step in (1, 2, 3)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+def test_a_full_disk_is_said_once_with_the_step_and_the_file(tmp_path):
+    log = open_log(tmp_path, 0, 10, tensorboard=False)
+    log.file.close()
+    said = pytest.raises(HpcllmError, match=r"cannot write step 3 to /dev/full: No space left")
+    with Path("/dev/full").open("a") as log.file, said, log:
+        log.step(record(3))

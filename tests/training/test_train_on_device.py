@@ -1,0 +1,220 @@
+"""A run on a device is the run on the CPU: losses, checkpoints in both directions, and the text of the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pretend
+import pytest
+
+from hpcllm.config.schema import Config, MeshConfig
+from hpcllm.errors import ConfigError
+from hpcllm.inference.generate import continue_prompt
+from hpcllm.mpi.mesh import open_mesh
+from hpcllm.system.job import StopSignals
+from hpcllm.training import loop as train_module
+from hpcllm.training.memory import STAYS, STEP, counting, measured, predicted
+from hpcllm.training.setup import open_run
+from tests import small_runs
+
+pytestmark = pytest.mark.pretend
+STEPS = 3
+# as it is found out by itself, which takes seconds and has tests of its own
+REACH = {"gpu_aware": "yes" if os.environ.get("HPCLLM_PRETEND") == "open" else "no"}
+GPT2 = {"norm": "layernorm", "positions": "learned", "activation": "gelu_tanh", "biases": "all"}
+Tables = dict[str, dict[str, Any]]
+
+ONE: list[Tables] = [
+    {"model": {**GPT2, "tied": False, "window": 5}},
+    {"pipeline": {"microbatches": 3, "schedule": "zb-h1", "recompute": "selective"}},
+    {"pipeline": {"microbatches": 3, "recompute": "full", "loss_tokens": 7}},
+    {"precision": {"compute": "bf16"}},
+]
+CASES: dict[int, list[Tables]] = {
+    1: [*ONE, {"precision": {"compute": "fp16"}, "optimizer": {"shard": "all"}}],
+    2: [
+        {"precision": {"compute": "bf16"}, "optimizer": {"shard": "states"}},
+        {"optimizer": {"shard": "states+gradients"}},
+        {"optimizer": {"shard": "all"}, "pipeline": {"microbatches": 2}},
+        {"mesh": {"pp": 2}, "pipeline": {"microbatches": 3, "schedule": "zb-v"}, "model": {"layers": 4}},
+        {"mesh": {"tp": 2, "sequence_parallel": True}, "pipeline": {"recompute": "selective"}},
+    ],
+    3: [
+        {"mesh": {"pp": 3}, "model": {"layers": 3}, "pipeline": {"microbatches": 4}},
+        {"communication": {"gradients": "bf16"}},
+    ],
+    4: [
+        {"mesh": {"tp": 2}, "optimizer": {"shard": "states"}, "precision": {"compute": "fp16"}},
+        {"mesh": {"pp": 2}, "pipeline": {"microbatches": 2}, "model": {"tied": False}},
+    ],
+}
+
+
+def losses(tables: Tables, device: str, comm) -> np.ndarray:
+    communication = {"exact_steps": 1, **tables.get("communication", {})}
+    config = small_runs.tiny(
+        **{**tables, "run": {"device": device}, "communication": {"bucket_mib": 0.02, **REACH, **communication}}
+    )
+
+    def then(run):
+        where = {x.device.type for x in (*run.parameters.values(), *run.gradients.shares)}
+        assert where == {"cpu" if device == "cpu" else "pretend"}
+
+    seen = small_runs.losses(config, comm, STEPS)
+    small_runs.losses(config, comm, 0, then)
+    return seen
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_the_losses_are_those_of_the_cpu(comm):
+    for tables in CASES[comm.size]:
+        on_cpu, on_device = losses(tables, "cpu", comm), losses(tables, "gpu", comm)
+        rtol = 1e-6 if tables.get("precision", {}).get("compute", "fp32") == "fp32" else 2e-3
+        np.testing.assert_allclose(on_device, on_cpu, rtol=rtol, err_msg=str(tables))
+
+
+@pytest.mark.parallel([1, 2])
+def test_the_same_run_twice_has_the_same_bits(comm):
+    tables: Tables = {"optimizer": {"shard": "states"}, "precision": {"compute": "bf16"}}
+    one, other = (small_runs.losses(small_runs.tiny(**tables, communication=REACH), comm, STEPS) for _ in range(2))
+    np.testing.assert_array_equal(one, other)
+
+
+def part(folder: Path, name: str, device: str, steps: int, tables: Tables, comm) -> Config:
+    """Train the run `name` up to that step on that device, from where it stands."""
+    config = small_runs.tiny(
+        run={"name": name, "folder": str(folder), "steps": steps, "device": device},
+        # the rate's cosine ends at run.steps, so both parts need a rate that does not depend on it
+        optimizer={"final_fraction": 1.0, "learning_rate": 3e-3, "warmup_steps": 2, **tables.get("optimizer", {})},
+        checkpoint={"every_steps": 2},
+        communication={"bucket_mib": 0.02, "hash_every_steps": 2, **REACH},
+        **{key: table for key, table in tables.items() if key != "optimizer"},
+    )
+    with StopSignals() as signals:
+        train_module.train(config, comm, signals)
+    comm.Barrier()  # rank 0 has closed its log
+    return config
+
+
+def logged(config: Config) -> list[dict[str, Any]]:
+    lines = (Path(config.run.folder) / config.run.name / "log.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("tables", [{}, {"precision": {"compute": "bf16"}, "optimizer": {"shard": "states"}}])
+def test_a_checkpoint_goes_from_the_cpu_to_the_device_and_back(comm, shared_path, tables):
+    straight = part(shared_path, "straight", "cpu", 6, tables, comm)
+    runs = []
+    for name, devices in {"there": ("cpu", "gpu"), "back": ("gpu", "cpu")}.items():
+        for steps, device in zip((3, 6), devices, strict=True):
+            config = part(shared_path, name, device, steps, tables, comm)
+        runs.append(config)
+    rtol = 5e-3 if tables else 1e-6
+    for config in runs:
+        for key in ("loss", "validation_loss"):
+            got, want = (
+                [r[key] for r in logged(c) if key in r and r["step"] in (1, 2, 4, 5, 6)] for c in (config, straight)
+            )
+            np.testing.assert_allclose(got, want, rtol=rtol, err_msg=f"{config.run.name} {key}")
+    there = next(r for r in logged(runs[0]) if r["step"] == 6 and "memory_gb" in r)
+    assert 0 < there["memory_gb"] < there["host_memory_gb"]  # a small model, and an interpreter with its libraries
+    if comm.rank == 0:
+        told = {device: "".join(continue_prompt(Path(shared_path) / "there", "alpha", 20, 0.8, 20, 1, device=device))
+                for device in ("cpu", "gpu", "auto")}  # fmt: skip
+        assert told["cpu"] == told["gpu"] == told["auto"]
+    comm.Barrier()
+
+
+@pytest.mark.parallel([2, 4])
+def test_ranks_that_share_a_model_say_what_one_process_says(comm, shared_path):
+    config = part(shared_path, "a", "gpu", 2, {"model": {"layers": 4}}, comm)
+    path = Path(config.run.folder) / "a"
+    alone = "".join(continue_prompt(path, "alpha", 12, 0.8, 20, 1, device="cpu"))
+    for tp in (1, 2):
+        with open_mesh(comm, MeshConfig(dp=1, pp=comm.size // tp, tp=tp)) as mesh:
+            assert "".join(continue_prompt(path, "alpha", 12, 0.8, 20, 1, device="gpu", mesh=mesh)) == alone
+
+
+@pytest.mark.parallel([1])
+def test_a_step_waits_for_the_device_once(comm):
+    """Numbers that the host reads while a step is made: the loss and the norm, together."""
+    with open_run(small_runs.tiny(pipeline={"microbatches": 3}), comm) as run:
+        small_runs.run_steps(run, 1)
+        before = pretend.native().copies()
+        small_runs.run_steps(run, 4, first=1)
+        to_device, from_device = (after - was for after, was in zip(pretend.native().copies(), before, strict=True))
+    assert from_device == 4
+    assert to_device == 4  # samples
+
+
+@pytest.mark.parallel([1, 2])
+def test_memory_is_what_was_predicted(comm):
+    """By the device's own count, which also sees what an operation takes and gives back before it returns."""
+    tables: Tables = {"model": {"layers": 4, "hidden": 64, "ffn": 176}, "data": {"sequence_length": 16}}
+    for more in ({}, {"pipeline": {"microbatches": 3, "recompute": "selective"}}):
+        with open_run(small_runs.tiny(**{**tables, **more}, communication=REACH), comm) as run:
+            with counting(run, True) as live:
+                small_runs.run_steps(run, 1)
+            found, told = measured(run, live.peak), predicted(run)
+        assert {kind: found[kind] for kind in STAYS} == {kind: told[kind] for kind in STAYS}
+        assert told[STEP] < 1.3 * found[STEP], more
+        assert found[STEP] < 1.6 * told[STEP] + 2**20, more
+
+
+TRAVELS: dict[str, Tables] = {  # where each kind of traffic is some
+    "gradients": {},
+    "parameters": {"optimizer": {"shard": "states"}},
+    "forward": {"mesh": {"pp": 2}},
+    "backward": {"mesh": {"pp": 2}},
+    "tensor": {"mesh": {"tp": 2}},
+}
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("traffic", TRAVELS)
+def test_a_codec_without_kernels_is_rejected_before_any_work(comm, traffic):
+    tables = TRAVELS[traffic] | {"communication": {traffic: "exp", **REACH}}
+    config = small_runs.tiny(**tables)
+    with pytest.raises(ConfigError, match=f"communication.{traffic} = 'exp' .*valid: raw"), open_run(config, comm):
+        pass
+
+
+def test_a_run_from_the_command_line_says_what_it_computes_on(tmp_path):
+    store = small_runs.store()
+    (tmp_path / "a run.toml").write_text(
+        f"""[run]
+name = "r"
+folder = "{tmp_path}"
+steps = 2
+[data]
+store = "{store}"
+sequence_length = 16
+global_batch = 2
+validation_sequences = 2
+[log]
+every_steps = 1
+"""
+    )
+    told = cli("train", tmp_path / "a run.toml")
+    assert "pretend a rank, 1 thread(s) a rank" in told
+    assert " GB on the device, " in told
+    told = cli("generate", tmp_path / "r", "--prompt", "alpha", "--tokens", "5", "--seed", "1")
+    assert told == cli(
+        "generate", tmp_path / "r", "--prompt", "alpha", "--tokens", "5", "--seed", "1", "--device", "cpu"
+    )
+
+
+def cli(*words: object) -> str:
+    """What a command says, in a process that gets the device by itself (pretend/autoload.py)."""
+    command = [sys.executable, "-m", "hpcllm", *map(str, words)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
