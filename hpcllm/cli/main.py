@@ -14,6 +14,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import hpcllm
 from hpcllm.errors import HpcllmError
@@ -33,11 +34,18 @@ COMMANDS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """Parser whose mistakes are one line with exit code 2, as those of the commands."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"hpcllm: error: {message.removeprefix('argument ')}\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run one command, return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    arguments = _parser(argv).parse_args(argv)
     try:
+        arguments = _parser(argv).parse_args(argv)
         code: int = arguments.command(arguments)
         if sys.stdout:  # None where it was closed: `inspect >&-`
             sys.stdout.flush()
@@ -66,9 +74,9 @@ def _forget_output() -> None:
     os.close(nowhere)
 
 
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> Parser:
     """Parser of the command line, with the options of the command that argv names."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hpcllm",
         description="Training code for large language models that is native to MPI.",
         epilog="In a batch job: srun python -m hpcllm train run.toml. Exit codes: 0 done, 1 failed, 2 user error, "

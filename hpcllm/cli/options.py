@@ -1,14 +1,14 @@
-"""Options that commands share, and the types of their values.
+"""Options that commands share, the types of their values, and which of them go together.
 
-A `type=` function raises argparse.ArgumentTypeError for a value that cannot be meant, with what would be valid; then
-argparse adds the option's name and ends with exit code 2.
+A `type=` function raises argparse.ArgumentTypeError for a value that cannot be meant, with what would be valid; the
+parser (main.py) adds the option's name and ends with exit code 2.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hpcllm.config.schema import Config, load
@@ -22,11 +22,37 @@ def file_or_folder(text: str) -> Path:
     return Path(text)
 
 
-def parse_count(option: str, text: str) -> int:
-    """Parse a whole number of at least 1. Raises ConfigError."""
-    if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or int(text) < 1:
-        raise ConfigError(f"--{option} {text!r} is no count; valid: 1 to 999999999")
-    return int(text)
+def count_to(most: int) -> Callable[[str], int]:
+    """Make a `type=` function for whole numbers from 1."""
+
+    def count(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or not 1 <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no count; valid: 1 to {most}")
+        return int(text)
+
+    return count
+
+
+count = count_to(999_999_999)
+
+
+def options_given(
+    arguments: argparse.Namespace, command: str, form: str, forms: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """List the options that are given. forms: form of the command -> its options.
+
+    Raises ConfigError for options of other forms.
+    """
+    every = dict.fromkeys(key for keys in forms.values() for key in keys)
+    given = [key for key in every if getattr(arguments, key) not in (None, False, [])]
+    if wrong := [key for key in given if key not in forms[form]]:
+        raise ConfigError(f"{command} {form} does not take {spelled(wrong)}; it takes {spelled(forms[form])}")
+    return given
+
+
+def spelled(keys: Sequence[str]) -> str:
+    """Write options as on the command line, 'NAME, --global-batch'."""
+    return ", ".join("NAME" if key == "name" else f"--{key.replace('_', '-')}" for key in keys)
 
 
 def add_run_file(parser: argparse.ArgumentParser, optional: bool = False) -> None:

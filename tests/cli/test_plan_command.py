@@ -31,6 +31,14 @@ KEYS = {
 }
 
 
+def exit_code(arguments: list[str]) -> int:
+    """Run a command; of a mistake in an option the parser ends the process."""
+    try:
+        return main(arguments)
+    except SystemExit as end:
+        return end.code
+
+
 def asked(capsys, arguments: list[str], code: int = 0) -> dict:
     assert main([*arguments, "--json"]) == code
     return json.loads(capsys.readouterr().out)
@@ -119,11 +127,11 @@ def test_nothing_fits(capsys):
         ([*SEARCH, "--machine", "lumy"], "lumy"),
         ([*SEARCH, "--model", "gpt5"], "gpt5"),
         ([*SEARCH, "--model", "layers=4,hidden=256"], "lacks heads"),
-        ([*SEARCH, "--devices", "many"], "--devices 'many' is no count"),
-        ([*SEARCH, "--devices", "0"], "--devices '0' is no count"),
-        ([*SEARCH, "--global-batch", "-4"], "--global-batch '-4' is no count"),
-        ([*SEARCH, "--tokens", "lots"], "--tokens 'lots' is no number"),
-        ([*SEARCH, "--tokens", "0"], "--tokens '0' is no number"),
+        ([*SEARCH, "--devices", "many"], "--devices: 'many' is no count"),
+        ([*SEARCH, "--devices", "0"], "--devices: '0' is no count"),
+        ([*SEARCH, "--global-batch", "-4"], "--global-batch: '-4' is no count"),
+        ([*SEARCH, "--tokens", "lots"], "--tokens: 'lots' is no number"),
+        ([*SEARCH, "--tokens", "0"], "--tokens: '0' is no number"),
         ([*SEARCH, "--constraints", "tpp=4"], "does not choose 'tpp'"),
         ([*SEARCH, "--explain", "99999"], "--explain"),
         ([*SEARCH, "--rank", "2"], "--rank is the row that --write takes"),
@@ -146,7 +154,7 @@ def test_nothing_fits(capsys):
 def test_a_mistake_is_one_line_with_exit_code_2_and_leaves_nothing(tmp_path, monkeypatch, capsys, arguments, told):
     monkeypatch.chdir(tmp_path)
     Path("there.toml").write_text("")
-    assert main(arguments) == 2
+    assert exit_code(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("hpcllm: error: ")
