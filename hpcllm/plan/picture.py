@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcllm import plotting
-from hpcllm.errors import ConfigError
+from hpcllm.errors import writing
 from hpcllm.plan.memory.stage_memory import PARTS
 from hpcllm.plan.prediction import Prediction
-from hpcllm.plan.report import SPLIT
+from hpcllm.plan.report import STEP_PARTS
 
 WIDTH_INCHES, PANEL_INCHES, BAR_INCHES = 10.0, 3.2, 0.3
 MOST_WIDE = 4  # a single bar takes a fourth of the width at most
@@ -36,15 +36,15 @@ def draw(rows: Sequence[Prediction], curves: Mapping[str, Curve], path: Path) ->
             _scaling(axes[2], curves)
         for panel in axes:
             plotting.legend_beside(panel)
-        try:
+        with writing(f"--plot {str(path)!r}"):
             plotting.save(made, path)
-        except OSError as error:
-            raise ConfigError(f"--plot {str(path)!r} cannot be written: {error.strerror or error}") from error
 
 
 def _times(axes: Any, rows: Sequence[Prediction]) -> None:
     names = [_name(rank, row) for rank, row in enumerate(rows, 1)]
-    plotting.stacked_bars(axes, names, {label: [getattr(row, key) for row in rows] for label, key in SPLIT.items()})
+    plotting.stacked_bars(
+        axes, names, {name: [getattr(row, key) for row in rows] for key, (name, *_) in STEP_PARTS.items()}
+    )
     axes.set_xlabel("seconds of a step (predicted)")
     axes.set_title(f"{rows[0].model.name} on {rows[0].layout.devices} devices of {rows[0].machine.name}")
     axes.tick_params(axis="y", labelsize=8)

@@ -3,42 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from hpcllm.plan.cost import training_cost
+from hpcllm.plan.cost import TrainingCost, training_cost
 from hpcllm.plan.layout_search import Search
 from hpcllm.plan.layouts import Layout
 from hpcllm.plan.prediction import Prediction
-from hpcllm.plan.report import (
-    STEP_PARTS,
-    bottleneck,
-    count_text,
-    memory_table,
-    schedule_text,
-    verdict,
-    wrapped,
-)
+from hpcllm.plan.report import STEP_PARTS, bottleneck, count_text, memory_table, schedule_text, verdict, wrapped
 from hpcllm.plan.report import as_dict as prediction_dict
-from hpcllm.plan.sensitivity import Change, sensitivity
+from hpcllm.plan.sensitivity import sensitivity
 from hpcllm.system.text import table
 
-LAYOUT = (
-    "rank",
-    "tp x pp x dp",
-    "micro",
-    "schedule",
-    "recompute",
-    "shard",
-    "seq.par.",
-    "codecs, order",
-    "GB",
-    "step s",
-)
-SPLIT = ("rank", "step", "compute", "tp", "pp", "bubble", "dp exposed", "(hidden)", "optimizer")
-COST = ("rank", "TFLOP/s model", "hardware", "MFU", "tokens/s", "days", "node-hours", "kWh (estimate)")
-
+Columns = dict[str, Callable[[Prediction, TrainingCost], str]]  # of a row of the table
+LAYOUT: Columns = {
+    "tp x pp x dp": lambda row, _: " x ".join(map(str, _mesh(row.layout))),
+    "micro": lambda row, _: str(row.layout.micro_batch),
+    "schedule": lambda row, _: schedule_text(row.layout),
+    "recompute": lambda row, _: row.layout.recompute,
+    "shard": lambda row, _: row.layout.shard,
+    "seq.par.": lambda row, _: "yes" if row.layout.sequence_parallel else "no",
+    "codecs, order": lambda row, _: row.layout.policy + f" {row.layout.order}" * (row.layout.order != Layout.order),
+    "GB": lambda row, _: f"{row.largest.device_bytes / 1e9:.1f}",
+    "step s": lambda row, _: f"{row.iteration_time_s:.4g}",
+}
+SPLIT: Columns = {
+    "step": lambda row, _: f"{row.iteration_time_s:.4g}",
+    "compute": lambda row, _: f"{row.compute_s:.3g}",
+    "tp": lambda row, _: f"{row.tp_s:.3g}",
+    "pp": lambda row, _: f"{row.pp_s:.3g}",
+    "bubble": lambda row, _: f"{row.bubble_s:.3g}",
+    "dp exposed": lambda row, _: f"{row.dp_exposed_s:.3g}",
+    "(hidden)": lambda row, _: f"({row.dp_hidden_s:.3g})",
+    "optimizer": lambda row, _: f"{row.optimizer_s:.3g}",
+}
+COST: Columns = {
+    "TFLOP/s model": lambda row, _: f"{row.tflops_per_device_model:.3g}",
+    "hardware": lambda row, _: f"{row.tflops_per_device_hardware:.3g}",
+    "MFU": lambda row, _: f"{row.mfu:.1%}",
+    "tokens/s": lambda row, _: f"{row.tokens_per_s:,.0f}",
+    "days": lambda _, cost: f"{cost.days:.3g}",
+    "node-hours": lambda _, cost: f"{cost.node_hours:,.0f}",
+    "kWh (estimate)": lambda _, cost: f"{cost.energy_kwh:,.0f}",
+}
 WORDS = {
     "predicted": "run through in full",
     "slower": "cannot be faster",
@@ -54,26 +62,29 @@ def lines(found: Search, tokens: float | None) -> list[str]:
     what = f"{found.model.name}, {count_text(found.model.parameters)} parameters, on {found.devices} x "
     what += f"{found.machine.device.name} of {found.machine.name}; {found.global_batch} samples of "
     what += f"{found.model.sequence} tokens a step; trainer: hpcllm"
+    costs = [training_cost(row, tokens) for row in found.best]
+    changes = ", ".join(f"{one.change}: {one.gain:.2f} x as fast" for one in sensitivity(found))
+
+    def rows(columns: Columns) -> list[str]:
+        cells = [[cell(*row) for cell in columns.values()] for row in zip(found.best, costs, strict=True)]
+        return table(("rank", *columns), [[str(rank), *row] for rank, row in enumerate(cells, 1)])
+
     return [
         *wrapped(what),
         "",
         f"layouts; GB of {usable:.1f} on the fullest device, {found.headroom:.0%} left free",
-        *table(LAYOUT, [_layout_row(rank, row) for rank, row in enumerate(found.best, 1)]),
+        *rows(LAYOUT),
         "",
         "seconds of a step",
-        *table(SPLIT, [_split_row(rank, row) for rank, row in enumerate(found.best, 1)]),
+        *rows(SPLIT),
         "",
-        f"speed, and a training on {count_text(training_cost(best, tokens).tokens)} tokens",
-        *table(COST, [_cost_row(rank, row, tokens) for rank, row in enumerate(found.best, 1)]),
+        f"speed, and a training on {count_text(costs[0].tokens)} tokens",
+        *rows(COST),
         "",
-        *wrapped(f"why: {why(found)}"),
-        *wrapped(f"bottleneck: {bottleneck(best)}"),
-        *_changes(sensitivity(found)),
-        *wrapped(_searched(found)),
+        *wrapped(f"why: {why(found)}", f"bottleneck: {bottleneck(best)}", f"what if: {changes}", _searched(found)),
         "",
         *memory_table(best),
-        *wrapped(verdict(best)),
-        *wrapped(f"the first as one layout: --layout {best.layout.text()}"),
+        *wrapped(verdict(best), f"the first as one layout: --layout {best.layout.text()}"),
     ]
 
 
@@ -86,16 +97,10 @@ def nothing(found: Search) -> list[str]:
             f"NO LAYOUT EXISTS: {requested}, of {found.global_batch} samples and {found.model.shape.layers} layers"
         )
         return [*wrapped(f"{message}: what --constraints leave does not divide them, or is rejected"), _searched(found)]
-    return [
-        *wrapped(f"NOTHING FITS: {requested}, {found.headroom:.0%} of the memory left free"),
-        *wrapped(f"what lacks least memory: --layout {near.layout.text()}"),
-        *wrapped(verdict(near)),
-        "",
-        *memory_table(near),
-        "",
-        *wrapped(_devices_needed(found, near.layout)),
-        *wrapped(_searched(found)),
-    ]
+    missed = f"NOTHING FITS: {requested}, {found.headroom:.0%} of the memory left free"
+    least = f"what lacks least memory: --layout {near.layout.text()}"
+    needed = wrapped(_devices_needed(found, near.layout), _searched(found))
+    return [*wrapped(missed, least, verdict(near)), "", *memory_table(near), "", *needed]
 
 
 def _devices_needed(found: Search, layout: Layout) -> str:
@@ -132,52 +137,6 @@ def as_dict(found: Search, tokens: float | None) -> dict[str, Any]:
     }
 
 
-def _layout_row(rank: int, row: Prediction) -> list[str]:
-    layout = row.layout
-    return [
-        str(rank),
-        f"{layout.tp} x {layout.pp} x {layout.dp}",
-        str(layout.micro_batch),
-        schedule_text(layout),
-        layout.recompute,
-        layout.shard,
-        "yes" if layout.sequence_parallel else "no",
-        layout.policy + (f" {layout.order}" if layout.order != Layout.order else ""),
-        f"{row.largest.device_bytes / 1e9:.1f}",
-        f"{row.iteration_time_s:.4g}",
-    ]
-
-
-def _split_row(rank: int, row: Prediction) -> list[str]:
-    seconds = (row.compute_s, row.tp_s, row.pp_s, row.bubble_s, row.dp_exposed_s)
-    return [
-        str(rank),
-        f"{row.iteration_time_s:.4g}",
-        *(f"{each:.3g}" for each in seconds),
-        f"({row.dp_hidden_s:.3g})",
-        f"{row.optimizer_s:.3g}",
-    ]
-
-
-def _cost_row(rank: int, row: Prediction, tokens: float | None) -> list[str]:
-    cost = training_cost(row, tokens)
-    return [
-        str(rank),
-        f"{row.tflops_per_device_model:.3g}",
-        f"{row.tflops_per_device_hardware:.3g}",
-        f"{row.mfu:.1%}",
-        f"{row.tokens_per_s:,.0f}",
-        f"{cost.days:.3g}",
-        f"{cost.node_hours:,.0f}",
-        f"{cost.energy_kwh:,.0f}",
-    ]
-
-
-def _changes(changes: Sequence[Change]) -> list[str]:
-    """Say which changes would be faster, and by how much; of layouts near those that were found."""
-    return wrapped("what if: " + ", ".join(f"{one.change}: {one.gain:.2f} x as fast" for one in changes))
-
-
 def _searched(found: Search) -> str:
     """Say what became of all layouts."""
     counts = ", ".join(f"{found.counts[key]:,} {words}" for key, words in WORDS.items() if found.counts.get(key))
@@ -207,7 +166,7 @@ def _against(best: Prediction, other: Prediction, name: str) -> str:
         return f"the first is as fast as {name} ({differs}) but simpler"
     part = max(STEP_PARTS, key=lambda part: getattr(other, part) - getattr(best, part))
     less_s = getattr(other, part) - getattr(best, part)
-    what = STEP_PARTS[part][0]
+    what = STEP_PARTS[part][1]
     return f"the first is {gain:.1%} faster than {name} ({differs}), above all by {less_s:.3g} s less of {what}"
 
 

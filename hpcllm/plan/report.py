@@ -12,31 +12,24 @@ store, the learning rate and where the run lives stay the user's.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from hpcllm.config import machines
 from hpcllm.config import schema as run_file
 from hpcllm.config.schema import Config, ModelConfig, RunConfig
-from hpcllm.errors import ConfigError
+from hpcllm.errors import writing
 from hpcllm.plan.cost import training_cost
 from hpcllm.plan.layouts import Layout
-from hpcllm.plan.memory.stage_memory import PARTS, StageMemory
+from hpcllm.plan.memory.stage_memory import PARTS
 from hpcllm.plan.prediction import Prediction
 from hpcllm.plan.run_config import config_of
 from hpcllm.system.text import table
 
-SPLIT = {
-    "compute": "compute_s",
-    "tensor parallel": "tp_s",
-    "stage to stage": "pp_s",
-    "bubble": "bubble_s",
-    "data parallel": "dp_exposed_s",
-    "optimizer": "optimizer_s",
-}
 TRAINERS = {
     "megatron": "that of Megatron-LM, DeepSpeed and kin, as in published tables; trainer=hpcllm in --layout: ours",
     "hpcllm": "hpcllm",
@@ -51,14 +44,26 @@ REMEDIES = {  # part of memory -> what lowers it, in the words of --layout
     "buffers": "more tp or pp",
     "reserved": "a smaller micro_batch",
 }
-# part of a step -> what it is, what would make it less
-STEP_PARTS = {
-    "compute_s": ("work of the devices", "less recomputation, larger microbatches, faster devices"),
-    "tp_s": ("messages inside layers (tp)", "less tp, or tp within the fastest links, sequence_parallel"),
-    "pp_s": ("waiting for messages between stages", "fewer stages, smaller microbatches, a codec"),
-    "bubble_s": ("waiting for other stages", "more samples a step, fewer stages, smaller microbatches, zb-v or chunks"),
-    "dp_exposed_s": ("sums of gradients and weights over replicas", "more samples a step, fewer replicas, a codec"),
-    "optimizer_s": ("the optimizer's update", "shard=states, more tp or pp"),
+# part of a step -> its name, what it is, what would make it less
+STEP_PARTS: dict[str, tuple[str, str, str]] = {
+    "compute_s": ("compute", "work of the devices", "less recomputation, larger microbatches, faster devices"),
+    "tp_s": (
+        "tensor parallel",
+        "messages inside layers (tp)",
+        "less tp, or tp within the fastest links, sequence_parallel",
+    ),
+    "pp_s": ("stage to stage", "waiting for messages between stages", "fewer stages, smaller microbatches, a codec"),
+    "bubble_s": (
+        "bubble",
+        "waiting for other stages",
+        "more samples a step, fewer stages, smaller microbatches, zb-v or chunks",
+    ),
+    "dp_exposed_s": (
+        "data parallel",
+        "sums of gradients and weights over replicas",
+        "more samples a step, fewer replicas, a codec",
+    ),
+    "optimizer_s": ("optimizer", "the optimizer's update", "shard=states, more tp or pp"),
 }
 TIMES = (
     "iteration_time_s", "compute_s", "tp_s", "pp_s", "bubble_s", "dp_exposed_s", "dp_hidden_s", "optimizer_s",
@@ -74,15 +79,34 @@ ALWAYS = {  # keys written also where they have their defaults: they are the lay
 
 def lines(found: Prediction, tokens: float | None) -> list[str]:
     """Write the whole report of one layout."""
-    what = [line for text in _what(found) for line in wrapped(text)]
-    judged = (verdict(found), *_speed(found), cost_text(found, tokens), f"bottleneck: {bottleneck(found)}")
-    end = [line for text in judged for line in wrapped(text)]
-    return [*what, "", *step_table(found), "", *memory_table(found), "", *end]
+    layout, model, machine, cost = found.layout, found.model, found.machine, training_cost(found, tokens)
+    microbatches = layout.microbatches(found.global_batch)
+    what = [
+        f"{model.name}, {count_text(model.parameters)} parameters; {found.global_batch} samples of "
+        f"{model.sequence} tokens a step",
+        f"{machine.name}: {layout.devices} x {machine.device.name} on {cost.nodes} node{'s' * (cost.nodes > 1)} of "
+        f"{machine.device.per_node}",
+        f"layout: {layout_text(layout)}; {microbatches} microbatch{'es' * (microbatches > 1)}",
+        f"trainer: {TRAINERS[layout.trainer]}",
+    ]
+    if machine.assumed:
+        what.append(f"assumed, for the machine's file does not say: {', '.join(machine.assumed)}")
+    judged = [
+        verdict(found),
+        f"{found.tflops_per_device_model:.3g} TFLOP/s a device of the model's work, "
+        f"{found.tflops_per_device_hardware:.3g} with recomputation; MFU {found.mfu:.1%} of "
+        f"{machine.device.peak_bf16_tflops:g}; {found.tokens_per_s:,.0f} tokens/s",
+        f"{count_text(cost.tokens)} tokens: {cost.days:.3g} days, {cost.node_hours:,.0f} node-hours, "
+        f"{cost.energy_kwh:,.0f} kWh (an estimate: {machine.power.node_w:,.0f} W a node)",
+        f"bottleneck: {bottleneck(found)}",
+    ]
+    return [*wrapped(*what), "", *step_table(found), "", *memory_table(found), "", *wrapped(*judged)]
 
 
-def wrapped(text: str) -> list[str]:
-    """Break a text into lines of COLUMNS."""
-    return textwrap.wrap(text, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+def wrapped(*texts: str) -> list[str]:
+    """Break texts into lines of COLUMNS."""
+    wrap = textwrap.TextWrapper(COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False).wrap
+    return [line for text in texts for line in wrap(text)]
 
 
 def layout_text(layout: Layout) -> str:
@@ -110,11 +134,22 @@ def schedule_text(layout: Layout) -> str:
 def memory_table(found: Prediction) -> list[str]:
     """Write the GB of each stage's rank that holds most."""
     head = ["GB of a rank", *PARTS[:-1], "tensors", "reserved", "in all"]
-    rows = [[name, *cells] for name, cells in _stages(found.memory)]
+    keys = (*PARTS[:-1], "peak_bytes", "reserved", "device_bytes")
+    alike = merged([_gb(getattr(stage, key)) for key in keys] for stage in found.memory)
+    rows = [[f"stage{'s' * ('-' in numbers)} {numbers}", *cells] for numbers, *cells in alike]
     if len(rows) > MOST_STAGES:
         left = len(rows) - MOST_STAGES
         rows = [*rows[: MOST_STAGES - 2], [f"... {left} more lines; --json has all", ""], *rows[-2:]]
     return table(head, rows, "")
+
+
+def merged(rows: Iterable[list[str]]) -> list[list[str]]:
+    """Put neighbours with the same cells into one row, behind their numbers: '3' or '3-5'."""
+    found = []
+    for cells, alike in itertools.groupby(enumerate(rows), lambda pair: pair[1]):
+        numbers = [str(number) for number, _ in alike]
+        found.append(["-".join(dict.fromkeys((numbers[0], numbers[-1]))), *cells])
+    return found
 
 
 def verdict(found: Prediction) -> str:
@@ -130,48 +165,15 @@ def verdict(found: Prediction) -> str:
     return f"DOES NOT FIT, by {over:.1f} GB: {need}; {most}: {REMEDIES[part]}"
 
 
-def _what(found: Prediction) -> Iterator[str]:
-    layout, model = found.layout, found.model
-    count = training_cost(found).nodes
-    yield (
-        f"{model.name}, {count_text(model.parameters)} parameters; {found.global_batch} samples of "
-        f"{model.sequence} tokens a step"
-    )
-    yield (
-        f"{found.machine.name}: {layout.devices} x {found.machine.device.name} on {count} node{'s' * (count > 1)} of "
-        f"{found.machine.device.per_node}"
-    )
-    microbatches = layout.microbatches(found.global_batch)
-    yield f"layout: {layout_text(layout)}; {microbatches} microbatch{'es' * (microbatches > 1)}"
-    yield f"trainer: {TRAINERS[layout.trainer]}"
-    if found.machine.assumed:
-        yield f"assumed, for the machine's file does not say: {', '.join(found.machine.assumed)}"
-
-
 def step_table(found: Prediction) -> list[str]:
     """Write how the time of a step divides."""
-    total_s = found.iteration_time_s
-    rows = [
-        [name, f"{_seconds(found, key):.4g} s", f"{_seconds(found, key) / total_s:.1%}"] for name, key in SPLIT.items()
-    ]
-    rows.append(["step", f"{total_s:.4g} s", ""])
-    split = table(["of the rank that ends last", "time", "share"], rows, "")
+    parts = {name: getattr(found, key) for key, (name, *_) in STEP_PARTS.items()}
+    step_s = found.iteration_time_s
+    rows = [[name, f"{part_s:.4g} s", f"{part_s / step_s:.1%}"] for name, part_s in parts.items()]
+    split = table(["of the rank that ends last", "time", "share"], [*rows, ["step", f"{step_s:.4g} s", ""]], "")
     if found.dp_hidden_s:
         split.append(f"and {found.dp_hidden_s:.4g} s of data parallel traffic are hidden behind work")
     return split
-
-
-def _seconds(found: Prediction, key: str) -> float:
-    seconds: float = getattr(found, key)
-    return seconds
-
-
-def _speed(found: Prediction) -> Iterator[str]:
-    yield (
-        f"{found.tflops_per_device_model:.3g} TFLOP/s a device of the model's work, "
-        f"{found.tflops_per_device_hardware:.3g} with recomputation; MFU {found.mfu:.1%} of "
-        f"{found.machine.device.peak_bf16_tflops:g}; {found.tokens_per_s:,.0f} tokens/s"
-    )
 
 
 def _gb(size_bytes: float) -> str:
@@ -186,42 +188,16 @@ def count_text(count: float) -> str:
     return f"{count:.0f}"
 
 
-def cost_text(found: Prediction, tokens: float | None) -> str:
-    """Write days, node-hours and energy of a training."""
-    cost = training_cost(found, tokens)
-    return (
-        f"{count_text(cost.tokens)} tokens: {cost.days:.3g} days, {cost.node_hours:,.0f} node-hours, "
-        f"{cost.energy_kwh:,.0f} kWh (an estimate: {found.machine.power.node_w:,.0f} W a node)"
-    )
-
-
-def _stages(memory: Sequence[StageMemory]) -> Iterator[tuple[str, list[str]]]:
-    """Yield name and cells of each stage; neighbours with the same digits share a line."""
-    alike: list[tuple[int, int, list[str]]] = []
-    for stage in memory:
-        sizes = [*(getattr(stage, part) for part in PARTS[:-1]), stage.peak_bytes, stage.reserved, stage.device_bytes]
-        cells = [_gb(size) for size in sizes]
-        if alike and alike[-1][2] == cells:
-            alike[-1] = (alike[-1][0], stage.stage, cells)
-        else:
-            alike.append((stage.stage, stage.stage, cells))
-    for first, last, cells in alike:
-        yield (f"stage {first}" if first == last else f"stages {first}-{last}"), cells
-
-
 def bottleneck(found: Prediction) -> str:
     """Name the largest part of a step besides work that has to be done, and what would make it less."""
-    seconds = {part: getattr(found, part) for part in STEP_PARTS}
-    waits = max((part for part in STEP_PARTS if part != "compute_s"), key=lambda part: seconds[part])
-    share = found.compute_s / found.iteration_time_s
+    step_s = found.iteration_time_s
+    waits_s, key = max((getattr(found, part), part) for part in STEP_PARTS if part != "compute_s")
+    share = found.compute_s / step_s
     work = f"{share:.0%} of a step is work of the devices, at {found.tflops_per_device_hardware:.3g} TFLOP/s over all"
-    if seconds[waits] < 0.02 * found.iteration_time_s:
-        return f"{work}; nothing else takes 2 %: only {STEP_PARTS['compute_s'][1]} would help"
-    what, remedy = STEP_PARTS[waits]
-    return (
-        f"{work}; most of the rest is {what}, {seconds[waits]:.3g} s or {seconds[waits] / found.iteration_time_s:.0%}; "
-        f"less with {remedy}"
-    )
+    if waits_s < 0.02 * step_s:
+        return f"{work}; nothing else takes 2 %: only {STEP_PARTS['compute_s'][2]} would help"
+    _, what, remedy = STEP_PARTS[key]
+    return f"{work}; most of the rest is {what}, {waits_s:.3g} s or {waits_s / step_s:.0%}; less with {remedy}"
 
 
 def as_dict(found: Prediction, tokens: float | None) -> dict[str, Any]:
@@ -253,34 +229,18 @@ def as_dict(found: Prediction, tokens: float | None) -> dict[str, Any]:
 
 
 def write_run_file(path: Path, found: Prediction, machine: str, tokens: float | None) -> None:
-    """Write a new run file. machine: as requested. Raises ConfigError if the file exists, or cannot be written."""
-    text = run_text(found, machine, tokens)
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(f"--write {str(path)!r} cannot be written: {error.strerror or error}") from error
+    """Write a new run file. machine: as requested. tokens: to train on, in whole steps; None: a usual number.
 
-
-def run_text(found: Prediction, machine: str, tokens: float | None) -> str:
-    """Return the run file. tokens: to train on, in whole steps; None: a usual number."""
-    import tomli_w
-
-    tables = _different(_config(found, machine, tokens))
-    data = tables.pop("data")
-    body = [tomli_w.dumps({title: table}) for title, table in tables.items()]
-    store = f"{STORE} # to be filled in: what `python -m hpcllm prepare` wrote\n"
-    body.insert(2, tomli_w.dumps({"data": data}).replace("[data]\n", "[data]\n" + store))
-    return "\n".join([*_run_file_head(found), "", *body])
-
-
-def _config(found: Prediction, machine: str, tokens: float | None) -> Config:
-    config = config_of(found.model, found.layout, found.global_batch)
+    Raises ConfigError if the file exists, or cannot be written.
+    """
+    config, cost = config_of(found.model, found.layout, found.global_batch), training_cost(found, tokens)
     name = f"{found.model.name.replace(' ', '')}-{found.layout.devices}"
-    steps = math.ceil(training_cost(found, tokens).tokens / (found.global_batch * found.model.sequence))
+    steps = math.ceil(cost.tokens / (found.global_batch * found.model.sequence))
     known = machine if machine in machines.names() else str(Path(machine).resolve())
-    run = RunConfig(name=name, steps=steps, machine=known)
-    return dataclasses.replace(config, run=run)
+    tables = _different(dataclasses.replace(config, run=RunConfig(name=name, steps=steps, machine=known)))
+    text = _run_file_text(found, cost.nodes, tables)
+    with writing(f"--write {str(path)!r}"), path.open("x", encoding="utf-8") as file:
+        file.write(text)
 
 
 def _different(config: Config) -> dict[str, dict[str, Any]]:
@@ -299,12 +259,19 @@ def _different(config: Config) -> dict[str, dict[str, Any]]:
     return {title: table for title, table in tables.items() if table}
 
 
-def _run_file_head(found: Prediction) -> list[str]:
-    worst, device, count = found.largest, found.machine.device, training_cost(found).nodes
-    return [
-        f"# By `hpcllm plan` for {found.layout.devices} devices of {found.machine.name} ({count} node"
-        f"{'s' * (count > 1)}). Predicted:",
+def _run_file_text(found: Prediction, nodes: int, tables: dict[str, dict[str, Any]]) -> str:
+    import tomli_w
+
+    worst, device = found.largest, found.machine.device
+    head = [
+        f"# By `hpcllm plan` for {found.layout.devices} devices of {found.machine.name} ({nodes} node"
+        f"{'s' * (nodes > 1)}). Predicted:",
         f"#   a step {found.iteration_time_s:.4g} s, {found.tokens_per_s:,.0f} tokens/s, MFU {found.mfu:.1%}",
         f"#   memory {worst.device_bytes / 1e9:.1f} of {device.usable_bytes / 1e9:.1f} GB on stage {worst.stage}",
         "# `python -m hpcllm train --dry-run` checks it; keys and what they mean: hpcllm/config/schema.py.",
     ]
+    data = tables.pop("data")
+    body = [tomli_w.dumps({title: table}) for title, table in tables.items()]
+    store = f"{STORE} # to be filled in: what `python -m hpcllm prepare` wrote\n"
+    body.insert(2, tomli_w.dumps({"data": data}).replace("[data]\n", "[data]\n" + store))
+    return "\n".join([*head, "", *body])

@@ -50,7 +50,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcllm.errors import ConfigError
+from hpcllm.errors import writing
 from hpcllm.mpi.mesh_axes import AXES
 from hpcllm.plan.rank_order.traffic import Homes, Traffic
 
@@ -222,7 +222,5 @@ def write_rank_order_file(path: Path, ranks: Sequence[int], per_node: int, about
     """Write a line a node, below comments. Raises ConfigError."""
     nodes = [ranks[start : start + per_node] for start in range(0, len(ranks), per_node)]
     lines = [*(f"# {line}" for line in about), *(",".join(map(str, node)) for node in nodes)]
-    try:
+    with writing(f"the rank order file {str(path)!r}"):
         path.write_text("\n".join(lines) + "\n", encoding="ascii")
-    except OSError as error:
-        raise ConfigError(f"the rank order file {str(path)!r} cannot be written: {error.strerror or error}") from error
