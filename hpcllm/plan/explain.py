@@ -12,6 +12,7 @@ network that records each request, so nothing is worked out a second way.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from typing import Any
 from hpcllm.plan.cost import training_cost
 from hpcllm.plan.models import held_parameters, kind_of
 from hpcllm.plan.prediction import Prediction, Step, message_bytes
-from hpcllm.plan.report import as_dict, layout_text, memory_table, step_table, verdict, wrapped
+from hpcllm.plan.report import as_dict, layout_text, memory_table, merged, step_table, verdict, wrapped
 from hpcllm.plan.time import kernels
 from hpcllm.plan.time.kernels import Flash, Kernel, Microbatch, Product, microbatch_of
 from hpcllm.plan.time.network import Network
@@ -76,15 +77,14 @@ class RecordingNetwork(Network):
         return self._record("dp", operation, size_bytes, super().data_s(operation, size_bytes))
 
     def message_s(self, size_bytes: float, source: int, target: int) -> float:
-        taken_s, path = super().message_s(size_bytes, source, target), self.way(source, target)
-        how = f"{path.senders} ranks of a node send at once" if path.senders else "inside a node"
-        nodes = 2 if path.senders else 1
-        self.recorded.append(Exchanged("pp", f"stage {source} to {target}", size_bytes, 2, nodes, taken_s, how))
+        taken_s, senders = super().message_s(size_bytes, source, target), self.way(source, target).senders
+        how = f"{senders} ranks of a node send at once" if senders else "inside a node"
+        operation, nodes = f"stage {source} to {target}", 2 if senders else 1
+        self.recorded.append(Exchanged("pp", operation, size_bytes, 2, nodes, taken_s, how))
         return taken_s
 
     def _record(self, axis: str, operation: str, size_bytes: float, taken_s: float) -> float:
-        group = self.spread(axis)
-        how = self.describe(axis, operation, size_bytes)
+        group, how = self.spread(axis), self.describe(axis, operation, size_bytes)
         one = Exchanged(axis, operation, size_bytes, group.ranks, group.nodes, taken_s, how)
         if taken_s and one not in self.recorded:
             self.recorded.append(one)
@@ -98,7 +98,7 @@ class Arithmetic:
     found: Prediction
     step: Step
     stages: list[int]  # virtual stages of the rank
-    blocks: int  # number of blocks of these stages
+    parts: Counter[str]  # number of blocks, embeddings and heads of these stages
     parameters: float  # held by the rank
     kernels: list[KernelRow]
     exchanged: list[Exchanged]
@@ -125,22 +125,19 @@ def arithmetic(found: Prediction) -> Arithmetic:
         head=sum(span.has_head for span in spans),
     )
     rows = list(_rows(found, counts, step.microbatches))
-    return Arithmetic(found, step, stages, counts["block"], parameters, rows, network.recorded)
+    return Arithmetic(found, step, stages, counts, parameters, rows, network.recorded)
 
 
 def _rows(found: Prediction, counts: Counter[str], microbatches: int) -> Iterator[KernelRow]:
     """Yield the kernels; those that are the same in a pass share a row."""
-    b = microbatch_of(found.model, found.layout)
-    pieces = {"embedding": kernels.embedding, "block": kernels.block, "head": kernels.head}
-    for part, make in pieces.items():
-        for way in PASSES if counts[part] else ():
-            for kernel, same in Counter(getattr(make(b), "recompute" if way == "again" else way)).items():
-                taken_s = kernel_s(kernel, found.machine.device)
+    b, parts = microbatch_of(found.model, found.layout), ("embedding", "block", "head")
+    for part, way in itertools.product((part for part in parts if counts[part]), PASSES):
+        piece = getattr(kernels, part)(b)
+        for kernel, same in Counter(getattr(piece, "recompute" if way == "again" else way)).items():
+            if taken_s := kernel_s(kernel, found.machine.device):
+                flops = 0.0 if isinstance(kernel, kernels.Stream) else kernel.flops
                 times = same * counts[part] * microbatches
-                if taken_s:
-                    flops = 0.0 if isinstance(kernel, kernels.Stream) else kernel.flops
-                    name, shape = _describe(kernel, b)
-                    yield KernelRow(part, way, name, shape, flops, kernel.moved_bytes, taken_s, times)
+                yield KernelRow(part, way, *_describe(kernel, b), flops, kernel.moved_bytes, taken_s, times)
 
 
 def _describe(kernel: Kernel, b: Microbatch) -> tuple[str, str]:
@@ -177,26 +174,17 @@ def _layer(kernel: Product, b: Microbatch) -> str:
 def lines(found: Prediction, tokens: float | None) -> list[str]:
     """Write the arithmetic for people."""
     worked = arithmetic(found)
-    return [
-        *wrapped(f"{found.model.name} on {found.machine.name}: {layout_text(found.layout)}"),
-        *_rank(worked),
-        "",
-        *_kernels(worked),
-        "",
-        *_exchanged(worked),
-        "",
-        *_schedule(worked),
-        "",
-        *step_table(found),
-        "",
-        *_work(found),
-        "",
-        *memory_table(found),
-        *wrapped(_kept(worked)),
-        *wrapped(verdict(found)),
-        "",
-        *wrapped(_training(found, tokens)),
+    sections = [
+        [*wrapped(f"{found.model.name} on {found.machine.name}: {layout_text(found.layout)}"), *_rank(worked)],
+        _kernels(worked),
+        _exchanged(worked),
+        _schedule(worked),
+        step_table(found),
+        _work(found),
+        [*memory_table(found), *wrapped(_kept(worked), verdict(found))],
+        wrapped(_training(found, tokens)),
     ]
+    return [line for section in sections for line in ("", *section)][1:]
 
 
 def as_json(found: Prediction, tokens: float | None) -> dict[str, Any]:
@@ -208,62 +196,39 @@ def as_json(found: Prediction, tokens: float | None) -> dict[str, Any]:
         "kernels": [vars(row) | {"total_s": row.total_s} for row in worked.kernels],
         "exchanged": [vars(one) for one in worked.exchanged],
         "passes": [
-            {
-                "stage": stage,
-                "forward_compute_s": one.forward.compute_s,
-                "forward_tp_s": one.forward.tp_s,
-                "backward_compute_s": one.backward.compute_s,
-                "backward_tp_s": one.backward.tp_s,
-            }
+            {"stage": stage}
+            | {f"forward_{key}": seconds for key, seconds in vars(one.forward).items()}
+            | {f"backward_{key}": seconds for key, seconds in vars(one.backward).items()}
             for stage, one in enumerate(worked.step.passes)
         ],
     }
 
 
-def _rank(worked: Arithmetic) -> Iterator[str]:
-    found, spans = worked.found, [worked.step.spans[stage] for stage in worked.stages]
-    ends = [
-        name
-        for name, has in (("embedding", "has_embedding"), ("head", "has_head"))
-        if any(getattr(s, has) for s in spans)
-    ]
-    yield (
-        f"of stage {found.slowest}, which ends last: {worked.blocks} block{'s' * (worked.blocks != 1)}"
-        f"{''.join(f', the {end}' for end in ends)}; {worked.parameters:,.0f} parameters a rank"
-    )
-    yield (
+def _rank(worked: Arithmetic) -> list[str]:
+    found, blocks = worked.found, worked.parts["block"]
+    ends = "".join(f", the {end}" for end in ("embedding", "head") if worked.parts[end])
+    return [
+        f"of stage {found.slowest}, which ends last: {blocks} block{'s' * (blocks != 1)}{ends}; "
+        f"{worked.parameters:,.0f} parameters a rank",
         f"microbatches: {found.global_batch} samples / (dp {found.layout.dp} x micro-batch {found.layout.micro_batch}) "
-        f"= {worked.step.microbatches}"
-    )
+        f"= {worked.step.microbatches}",
+    ]
 
 
 def _kernels(worked: Arithmetic) -> Iterator[str]:
-    for part in dict.fromkeys(row.part for row in worked.kernels):
-        for way, words in PASSES.items():
-            rows = [row for row in worked.kernels if (row.part, row.way) == (part, way)]
-            if rows:
-                yield f"{part}, {words}"
-                yield from table(KERNELS, [_kernel(row) for row in rows])
+    for (part, way), rows in itertools.groupby(worked.kernels, lambda row: (row.part, row.way)):
+        yield f"{part}, {PASSES[way]}"
+        yield from table(KERNELS, [_kernel(row) for row in rows])
     total_s = sum(row.total_s for row in worked.kernels)
     yield f"all of these: {total_s:.4g} s a step (compute)"
 
 
 def _kernel(row: KernelRow) -> list[str]:
-    rate = (
-        f"{row.flops / row.seconds / 1e12:.1f} TFLOP/s"
-        if row.flops
-        else f"{row.moved_bytes / row.seconds / 1e9:.0f} GB/s"
-    )
-    return [
-        row.name,
-        row.shape,
-        f"{row.flops / 1e9:.4g}" if row.flops else "",
-        f"{row.moved_bytes / 1e6:.4g}",
-        f"{1e3 * row.seconds:.4g}",
-        rate,
-        str(row.times),
-        f"{row.total_s:.4g}",
-    ]
+    gflop, rate = "", f"{row.moved_bytes / row.seconds / 1e9:.0f} GB/s"
+    if row.flops:
+        gflop, rate = f"{row.flops / 1e9:.4g}", f"{row.flops / row.seconds / 1e12:.1f} TFLOP/s"
+    moved, taken = f"{row.moved_bytes / 1e6:.4g}", f"{1e3 * row.seconds:.4g}"
+    return [row.name, row.shape, gflop, moved, taken, rate, str(row.times), f"{row.total_s:.4g}"]
 
 
 def _exchanged(worked: Arithmetic) -> Iterator[str]:
@@ -272,14 +237,12 @@ def _exchanged(worked: Arithmetic) -> Iterator[str]:
         return
     formula = "collectives/cost.py" if worked.found.layout.trainer == "hpcllm" else "plan/time/network.py"
     yield f"collectives and messages, once each; formulas: {formula}"
-    head = ("axis", "operation", "ranks", "nodes", "MB", "ms", "GB/s (MB / ms)", "how")
-    yield from table(head, [_exchange(one) for one in worked.exchanged])
-
-
-def _exchange(one: Exchanged) -> list[str]:
-    ranks, nodes = str(one.ranks), str(one.nodes)
-    size, taken = f"{one.size_bytes / 1e6:.4g}", f"{1e3 * one.seconds:.4g}"
-    return [one.axis, one.operation, ranks, nodes, size, taken, f"{one.size_bytes / one.seconds / 1e9:.3g}", one.how]
+    rows = []
+    for one in worked.exchanged:
+        size, taken = f"{one.size_bytes / 1e6:.4g}", f"{1e3 * one.seconds:.4g}"
+        rate = f"{one.size_bytes / one.seconds / 1e9:.3g}"
+        rows.append([one.axis, one.operation, str(one.ranks), str(one.nodes), size, taken, rate, one.how])
+    yield from table(("axis", "operation", "ranks", "nodes", "MB", "ms", "GB/s (MB / ms)", "how"), rows)
 
 
 def _schedule(worked: Arithmetic) -> Iterator[str]:
@@ -307,18 +270,12 @@ def _schedule(worked: Arithmetic) -> Iterator[str]:
 
 def _stages(worked: Arithmetic) -> list[str]:
     """Write a line a stage; neighbours that are alike share one."""
-    head = ("stage", "blocks", "forward", "tp", "backward", "tp", "messages")
-    alike: list[tuple[int, int, list[str]]] = []
-    for stage, (span, one, sent) in enumerate(
-        zip(worked.step.spans, worked.step.passes, worked.step.times, strict=True)
-    ):
+    rows = []
+    for span, one, sent in zip(worked.step.spans, worked.step.passes, worked.step.times, strict=True):
         times_s = (one.forward.compute_s, one.forward.tp_s, one.backward.compute_s, one.backward.tp_s)
-        cells = [f"{span.last_block - span.first_block}", *(f"{1e3 * each_s:.4g}" for each_s in times_s)]
-        cells.append(f"{1e3 * (sent.send_forward_s + sent.send_backward_s):.3g}")
-        first = alike.pop()[0] if alike and alike[-1][2] == cells else stage
-        alike.append((first, stage, cells))
-    names = [f"{first}" if first == last else f"{first}-{last}" for first, last, _ in alike]
-    return table(head, [[name, *cells] for name, (_, _, cells) in zip(names, alike, strict=True)])
+        messages = f"{1e3 * (sent.send_forward_s + sent.send_backward_s):.3g}"
+        rows.append([f"{span.last_block - span.first_block}", *(f"{1e3 * each_s:.4g}" for each_s in times_s), messages])
+    return table(("stage", "blocks", "forward", "tp", "backward", "tp", "messages"), merged(rows))
 
 
 def _kept(worked: Arithmetic) -> str:
@@ -338,15 +295,14 @@ def _training(found: Prediction, tokens: float | None) -> str:
     return f"{days}; {hours}; x {power.node_w / 1000:g} kW = {cost.energy_kwh:,.0f} kWh (estimate)"
 
 
-def _work(found: Prediction) -> Iterator[str]:
-    """Yield the FLOPs in both conventions."""
+def _work(found: Prediction) -> list[str]:
+    """Write the FLOPs in both conventions."""
     tokens, devices, seconds = found.global_batch * found.model.sequence, found.layout.devices, found.iteration_time_s
     model = found.model.flops_per_token * tokens
-    yield f"work of the model: {found.model.flops_per_token:.4g} FLOPs a token x {tokens:,} tokens = {model:.4g} FLOPs"
-    yield (
+    return [
+        f"work of the model: {found.model.flops_per_token:.4g} FLOPs a token x {tokens:,} tokens = {model:.4g} FLOPs",
         f"  / {seconds:.4g} s / {devices} devices = {found.tflops_per_device_model:.4g} TFLOP/s; "
-        f"/ peak {found.machine.device.peak_bf16_tflops:g} = MFU {found.mfu:.2%}"
-    )
-    yield (
-        f"with recomputation: {found.hardware_flops:.4g} FLOPs, {found.tflops_per_device_hardware:.4g} TFLOP/s a device"
-    )
+        f"/ peak {found.machine.device.peak_bf16_tflops:g} = MFU {found.mfu:.2%}",
+        f"with recomputation: {found.hardware_flops:.4g} FLOPs, "
+        f"{found.tflops_per_device_hardware:.4g} TFLOP/s a device",
+    ]

@@ -1,9 +1,9 @@
 """Search the fastest layouts of our trainer for a model on so many devices: best first, by lower bounds.
 
-    _Shape     tp, pp, dp, micro_batch     the mean work of all ranks
-    _Flavour   + precision, codecs, ...    + messages over tp
-    _Scheduled + schedule, chunks          the longest chain of work and messages over stages (timeline.earliest_ends)
-    _Leaf      + shard, recompute          + exchange over dp, optimizer         does it fit? --> Prediction
+    shapes     tp, pp, dp, micro_batch     the mean work of all ranks
+    flavours   + precision, codecs, ...    + messages over tp
+    schedules  + schedule, chunks          the longest chain of work and messages over stages (timeline.earliest_ends)
+    leaves     + shard, recompute          + exchange over dp, optimizer         does it fit? --> Prediction
 
 All wait in one queue, the least bound first. The first one is taken out and refined: a shape into its flavours, these
 into schedules, these into leaves; a leaf that does not fit into one that recomputes more, one that fits into a
@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,95 +90,28 @@ def search(
     return state.result()
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """Layouts that wait to be refined."""
+
+    bound_s: float  # no step of these layouts is shorter
+    layouts: int  # number of them
+    refine: Callable[[], Iterable[_Entry]]
+
+
 def _run(state: _State, shapes: Iterator[Layout]) -> None:
     """Take the entry with the least bound and refine it, until nothing that waits can be among the best."""
     queue: list[tuple[float, int, _Entry]] = []  # among equal bounds the earliest entry comes first
     number = 0
-    entries: Iterator[_Entry] = filter(None, map(state.shape, shapes))
+    entries: Iterable[_Entry] = itertools.chain.from_iterable(map(state.shape, shapes))
     while True:
         for entry in entries:
             heapq.heappush(queue, (entry.bound_s, number, entry))
             number += 1
         if not queue or state.is_over(queue[0][0]):
             break
-        entries = heapq.heappop(queue)[2].refine(state)
+        entries = heapq.heappop(queue)[2].refine()
     state.counts["slower"] += sum(entry.layouts for *_, entry in queue)
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """All layouts of one tp, pp, dp and micro_batch."""
-
-    bound_s: float  # no step of these layouts is shorter
-    layouts: int  # number of them
-    layout: Layout
-
-    def refine(self, state: _State) -> Iterator[_Entry]:
-        """Choose precision, codecs, order; count the messages over tp."""
-        flavours = list(state.space.flavours(self.layout))
-        for flavour in flavours:
-            step = state.step(flavour)
-            one = step.passes_of(state.whole_model)
-            bound_s = step.microbatches * (one.forward.total_s + one.backward.total_s) / self.layout.pp
-            yield _Flavour(bound_s, self.layouts // len(flavours), step)
-
-
-@dataclass(frozen=True)
-class _Flavour:
-    """All schedules and shards of a shape with a flavour."""
-
-    bound_s: float
-    layouts: int
-    step: Step
-
-    def refine(self, state: _State) -> Iterator[_Entry]:
-        """Choose the schedule; count its longest chain of work and messages over stages."""
-        layout = self.step.layout
-        shards = state.space.shards(layout)
-        halved = state.step(replace(layout, schedule=HALVED[0])).cache
-        for schedule, chunks in state.space.schedules(layout):
-            cache = halved if schedule in HALVED else self.step.cache
-            step = state.step(replace(layout, schedule=schedule, chunks=chunks), cache)
-            ends = _ends(step)
-            yield _Scheduled(max(ends), len(shards), step, shards, ends)
-
-
-@dataclass(frozen=True)
-class _Scheduled:
-    """All shards of a layout with a schedule."""
-
-    bound_s: float
-    layouts: int
-    step: Step
-    shards: list[Shard]
-    ends: list[float]  # earliest end of each pipeline rank's passes
-
-    def refine(self, state: _State) -> Iterator[_Entry]:
-        """Choose the shard; count what each rank does after its passes."""
-        for shard in self.shards:
-            leaf = state.leaf(state.step(replace(self.step.layout, shard=shard), self.step.cache), self.ends)
-            if leaf:
-                yield leaf
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    """One layout, which fits as far as its lower bound of memory says."""
-
-    bound_s: float
-    step: Step
-    layouts: int = 1
-
-    def refine(self, state: _State) -> Iterator[_Entry]:
-        """Predict the layout if it fits; else recompute more."""
-        needed = max(stage.device_bytes for stage in self.step.memory)
-        if needed <= state.room:
-            state.predict(self.step)
-        elif leaf := state.with_less_memory(self.step, needed):
-            yield leaf
-
-
-_Entry = _Shape | _Flavour | _Scheduled | _Leaf
 
 
 class _State:
@@ -198,18 +133,19 @@ class _State:
         last = self.found[self.top - 1][0][0] if len(self.found) >= self.top else math.inf
         return _rounded(bound_s) > last
 
-    def shape(self, shape: Layout) -> _Shape | None:
-        """Bound a shape by the mean work of all pipeline ranks; None if it cannot fit, or constraints leave nothing."""
+    def shape(self, shape: Layout) -> Iterator[_Entry]:
+        """Bound a shape by the mean work of all pipeline ranks, unless it cannot fit, or constraints leave nothing."""
         layouts, shards = self.space.count(shape), self.space.shards(shape)
         if not layouts:
-            return None
+            return
         smallest = replace(shape, shard=shards[-1])
         needed = states_lower_bound(self.space.model, smallest)
         if needed > self.room:
             self._does_not_fit(layouts, needed, smallest)
-            return None
+            return
         microbatches = shape.microbatches(self.space.global_batch)
-        return _Shape(microbatches * self._least_work_s(shape) / shape.pp, layouts, shape)
+        bound_s = microbatches * self._least_work_s(shape) / shape.pp
+        yield _Entry(bound_s, layouts, partial(self._flavours, shape, layouts))
 
     def _least_work_s(self, shape: Layout) -> float:
         """Return the seconds of a microbatch through the whole model, without messages, for the fastest flavour."""
@@ -220,33 +156,63 @@ class _State:
             self._work_s[key] = min(one.forward.compute_s + one.backward.compute_s for one in passes)
         return self._work_s[key]
 
-    def leaf(self, step: Step, ends: Sequence[float]) -> _Leaf | None:
-        """Bound one layout, or the next one that recomputes more and may fit; None if none may fit."""
+    def _flavours(self, shape: Layout, layouts: int) -> Iterator[_Entry]:
+        """Choose precision, codecs, order; count the messages over tp."""
+        flavours = list(self.space.flavours(shape))
+        for flavour in flavours:
+            step = self.step(flavour)
+            one = step.passes_of(self.whole_model)
+            bound_s = step.microbatches * (one.forward.total_s + one.backward.total_s) / shape.pp
+            yield _Entry(bound_s, layouts // len(flavours), partial(self._schedules, step))
+
+    def _schedules(self, flavour: Step) -> Iterator[_Entry]:
+        """Choose the schedule; count its longest chain of work and messages over stages."""
+        layout = flavour.layout
+        shards = self.space.shards(layout)
+        halved = self.step(replace(layout, schedule=HALVED[0])).cache
+        for schedule, chunks in self.space.schedules(layout):
+            cache = halved if schedule in HALVED else flavour.cache
+            step = self.step(replace(layout, schedule=schedule, chunks=chunks), cache)
+            ends = _ends(step)
+            yield _Entry(max(ends), len(shards), partial(self._shards, step, shards, ends))
+
+    def _shards(self, scheduled: Step, shards: list[Shard], ends: Sequence[float]) -> Iterator[_Entry]:
+        """Choose the shard; count what each rank does after its passes."""
+        for shard in shards:
+            yield from self._leaf(self.step(replace(scheduled.layout, shard=shard), scheduled.cache), ends)
+
+    def _leaf(self, step: Step, ends: Sequence[float]) -> Iterable[_Entry]:
+        """Bound one layout, or the next one that recomputes more and may fit; nothing if none may fit."""
         needed = lower_bound(step.model, step.layout, step.global_batch)
         if needed > self.room:
-            return self.with_less_memory(step, needed)
-        return _Leaf(max(rank.step_s(end_s) for end_s, rank in zip(ends, step.ranks, strict=True)), step)
+            return self._with_less_memory(step, needed)
+        bound_s = max(rank.step_s(end_s) for end_s, rank in zip(ends, step.ranks, strict=True))
+        return [_Entry(bound_s, 1, partial(self._predict, step))]
 
-    def with_less_memory(self, step: Step, needed: float) -> _Leaf | None:
-        """Recompute more than a layout that does not fit; None if that is impossible or does not help."""
+    def _with_less_memory(self, step: Step, needed: float) -> Iterable[_Entry]:
+        """Recompute more than a layout that does not fit; nothing if that is impossible or does not help."""
         less = self.space.with_less_memory(step.layout)
         if less is None:
             self._does_not_fit(1, needed, step.layout)
-            return None
+            return []
         recomputing = self.step(less)
-        return self.leaf(recomputing, _ends(recomputing))
+        return self._leaf(recomputing, _ends(recomputing))
 
-    def predict(self, step: Step) -> None:
-        """Predict a layout that fits, if our trainer accepts it."""
+    def _predict(self, step: Step) -> Iterable[_Entry]:
+        """Predict a layout if it fits and our trainer accepts it; if it does not fit, recompute more."""
+        needed = max(stage.device_bytes for stage in step.memory)
+        if needed > self.room:
+            return self._with_less_memory(step, needed)
         try:
             check_fit(step.model, step.layout, step.global_batch)
         except UserError as error:
             self.counts["refused"] += 1
             self.rejected[str(error)] += 1
-            return
-        self.counts["predicted"] += 1
-        predicted = step.predict()
-        bisect.insort(self.found, (_order(predicted), predicted), key=lambda pair: pair[0])
+        else:
+            self.counts["predicted"] += 1
+            predicted = step.predict()
+            bisect.insort(self.found, (_order(predicted), predicted), key=lambda pair: pair[0])
+        return []
 
     def step(self, layout: Layout, cache: StepCache | None = None) -> Step:
         """Make the step of a layout; passes of layouts that need the same are worked out once."""
