@@ -309,10 +309,7 @@ def head(b: Microbatch) -> Piece:
     """
     outputs = b.model.vocabulary / b.tp
     scores, e = b.tokens * outputs, b.item_bytes
-    loss = Piece(
-        (Stream("loss_forward", scores, 36.0 + e, 6),),
-        (Stream("loss_backward", scores, 12.0 + e, 2),),
-    )
+    loss = Piece((Stream("loss_forward", scores, 36.0 + e, 6),), (Stream("loss_backward", scores, 12.0 + e, 2),))
     if b.ours and b.tp > 1:  # this rank's part of the normaliser: model/loss.py
         loss = concatenated(loss, Piece((Stream("largest", scores, 4.0), Stream("largest", scores, 4.0))))
     return concatenated(norm(b), linear(b, b.tokens, outputs, b.model.hidden), loss)
