@@ -109,8 +109,8 @@ def _places(config: Config, ranks: int) -> list[tuple[int, int]]:
 
 def _memory(of_ranks: list[RankMemory], allocation: Allocation) -> Iterator[Finding]:
     fix = "`python -m hpcllm memory RUN.toml` says what takes it and which key lowers it"
-    short: dict[tuple[int, int], list[int]] = {}  # needs and has, of a device
-    full: list[tuple[int, int, Node]] = []
+    short: dict[tuple[float, int], list[int]] = {}  # needs and has, of a device
+    full: list[tuple[float, int, Node]] = []
     for node in allocation.nodes:
         facts = node.facts.ranks
         users = Counter(mine.device.identity for mine in facts if mine.device)
@@ -142,7 +142,7 @@ def _shared(
     for node in allocation.nodes:
         if not node.facts.hardware.memory.shared_bytes or len(node.ranks) == 1:
             continue
-        need = WINDOW_BYTES * len(node.ranks)
+        need: float = WINDOW_BYTES * len(node.ranks)
         replicas = Counter(places[rank] for rank in node.ranks)  # of one place in a replica on this node
         for rank, mine in zip(node.ranks, node.facts.ranks, strict=True):
             if replicas[places[rank]] > 1 and not mine.device:

@@ -32,67 +32,40 @@ BF16_Optimizer. Pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 
 from hpcllm.config.schema import ModelConfig
 from hpcllm.plan.layouts import Layout
-from hpcllm.plan.memory.peak_points import PassUses, PeakPoint, peak, schedule_points
+from hpcllm.plan.memory.peak_points import PassUses, layout_points, peak
+from hpcllm.plan.memory.predict import RankMemory
 from hpcllm.plan.memory.sizes import Sizes, Use, layout_sizes
-from hpcllm.plan.models import HALVED, Model, StageKind, held_parameters, kinds_of, placement_of, stage_spans
+from hpcllm.plan.models import HALVED, Model, StageKind, held_parameters
 
 BUCKET = 5e8  # elements of DeepSpeed's buckets of gradients and weights, unless told otherwise
 
 
-@dataclass(frozen=True)
-class MegatronMemory:
-    """Bytes that one rank holds, by what they are for."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    buffers: float
-    by_turns: float  # part of activations: kept for several microbatches, which come and go by turns
-
-
-def megatron_memory(model: Model, layout: Layout, global_batch: int) -> tuple[MegatronMemory, ...]:
+def megatron_memory(model: Model, layout: Layout, global_batch: int) -> tuple[RankMemory, ...]:
     """Predict for each pipeline rank, the fullest one over tp. Raises ConfigError if samples do not divide."""
-    spans, placement, sizes = stage_spans(model, layout), placement_of(layout), layout_sizes(model, layout)
-    microbatches, message_bytes = layout.microbatches(global_batch), sizes.channels(model.shape.hidden) // layout.tp
-    found = []
-    for rank in range(layout.pp):
-        kinds = kinds_of(spans, placement, rank)
-        different = list(dict.fromkeys(kinds))
-        alike = tuple(different.index(kind) for kind in kinds)
-        points = schedule_points(layout.schedule, layout.pp, microbatches, rank, alike)
-        uses = [megatron_uses(sizes, layout, kind) for kind in different]
-        passes = peak(points, uses, message_bytes)
-        found.append(_rank(model.shape, layout, kinds, passes, _by_turns(points, uses)))
-    return tuple(found)
-
-
-def _by_turns(points: Sequence[PeakPoint], uses: Sequence[PassUses]) -> int:
-    """Return the most bytes kept for microbatches where there are several at once."""
-    several = [point.held for point in points if sum(point.held) > 1]
-    return max((sum(n * use.forward.net for n, use in zip(held, uses, strict=True)) for held in several), default=0)
-
-
-def _rank(
-    shape: ModelConfig, layout: Layout, kinds: tuple[StageKind, ...], passes: int, by_turns: int
-) -> MegatronMemory:
-    n = held_parameters(shape, kinds, layout.tp)
+    sizes, shape = layout_sizes(model, layout), model.shape
+    message_bytes = sizes.channels(shape.hidden) // layout.tp
     weights, gradients, states = state_bytes(shape, layout)
-    updated = n / (1 if layout.shard == "none" else layout.dp)
-    copies = 4 * updated if layout.precision == "fp16" else 0.0  # of gradients in float32, for AdamW
-    return MegatronMemory(
-        parameters=weights * (updated if layout.shard == "all" else n),
-        gradients=gradients * (n if layout.shard in ("none", "states") else updated),
-        optimizer=states * updated,
-        activations=max(passes, copies),
-        buffers=_buffers(shape, layout, kinds, n),
-        by_turns=by_turns,
-    )
+    found = []
+    for kinds, different, points in layout_points(model, layout, layout.microbatches(global_batch)):
+        uses = [megatron_uses(sizes, layout, kind) for kind in different]
+        n = held_parameters(shape, kinds, layout.tp)
+        updated = n / (1 if layout.shard == "none" else layout.dp)
+        copies = 4 * updated if layout.precision == "fp16" else 0.0  # of gradients in float32, for AdamW
+        several = [point.held for point in points if sum(point.held) > 1]
+        kept = [sum(count * use.forward.net for count, use in zip(held, uses, strict=True)) for held in several]
+        memory = RankMemory(
+            parameters=weights * (updated if layout.shard == "all" else n),
+            gradients=gradients * (n if layout.shard in ("none", "states") else updated),
+            optimizer=states * updated,
+            activations=max(peak(points, uses, message_bytes), copies),
+            buffers=_buffers(shape, layout, kinds, n),
+            by_turns=max(kept, default=0),
+        )
+        found.append(memory)
+    return tuple(found)
 
 
 def state_bytes(shape: ModelConfig, layout: Layout) -> tuple[int, int, int]:
@@ -113,24 +86,20 @@ def _buffers(shape: ModelConfig, layout: Layout, kinds: Sequence[StageKind], n: 
         return min(n, BUCKET) * layout.item_bytes
     if layout.shard != "all":
         return 0.0
-    block = _block_parameters(shape, layout.tp)
+    block = held_parameters(shape, ((1, False, False),), layout.tp)
     ends = n - block * sum(blocks for blocks, _, _ in kinds)
     return layout.item_bytes * (3 * block + 2 * ends)
 
 
-@lru_cache(maxsize=256)
-def _block_parameters(shape: ModelConfig, tp: int) -> float:
-    return held_parameters(shape, ((1, False, False),), tp)
-
-
 def megatron_uses(s: Sizes, layout: Layout, kind: StageKind) -> PassUses:
     """Count the passes of a microbatch through a virtual stage. Two backward halves keep all until the second."""
-    blocks, has_embedding, has_head = kind
-    kept = blocks * layer_kept(s, layout) + has_embedding * _mask(s, layout) + has_head * _head_kept(s, layout)
-    forward = max(_forward_temporary(s, layout), has_head * _loss_at_work(s, layout))
+    (blocks, has_embedding, has_head), (logits, loss) = kind, _loss(s, layout)
+    loss += s.gathered
+    kept = blocks * layer_kept(s, layout) + has_embedding * _mask(s, layout) + has_head * (2 * s.residual + logits)
+    forward = max(_forward_temporary(s, layout), has_head * loss)
     backward = max(
         layer_at_work(s, layout),
-        has_head * _loss_at_work(s, layout) + s.residual,
+        has_head * loss + s.residual,
         has_embedding * (s.weights(s.vocabulary) + s.residual),
     )
     if layout.schedule in HALVED:
@@ -156,7 +125,8 @@ def layer_at_work(s: Sizes, layout: Layout) -> int:
         return recomputed + max(feed_forward, attention) + gradients
     if layout.recompute == "selective":
         attention += _scores_kept(s, layout)
-    return max(_feed_forward_at_work(s), attention - feed_forward) + gradients
+    of_product = (3 if s.model.activation == "swiglu" else 2) * s.ffn  # its gradient, and those of its factors
+    return max(of_product, attention - feed_forward) + gradients
 
 
 def _norm_kept(s: Sizes, layout: Layout) -> int:
@@ -203,11 +173,6 @@ def _scores_at_work(s: Sizes, layout: Layout) -> int:
     return 2 * _scores(s) * (s.item_bytes + float32)
 
 
-def _feed_forward_at_work(s: Sizes) -> int:
-    """Return the bytes of the gradients of the product and of its factors."""
-    return (3 if s.model.activation == "swiglu" else 2) * s.ffn
-
-
 def _forward_temporary(s: Sizes, layout: Layout) -> int:
     """Return the bytes of scores before the softmax, and of what is not kept of a layer that is recomputed later."""
     scores = 0 if layout.attention in ("flash", "flash1") else _scores(s) * s.item_bytes
@@ -221,19 +186,8 @@ def has_torch_stack(shape: ModelConfig) -> bool:
     return shape.activation == "swiglu"
 
 
-def _head_kept(s: Sizes, layout: Layout) -> int:
-    """Return the bytes kept by the last norm, the output layer and the loss."""
-    kept, _ = _loss(s, layout)
-    return 2 * s.residual + kept
-
-
-def _loss_at_work(s: Sizes, layout: Layout) -> int:
-    _, at_work = _loss(s, layout)
-    return at_work + s.gathered
-
-
 def _loss(s: Sizes, layout: Layout) -> tuple[int, int]:
-    """Return the bytes kept of the logits, and those needed besides while the loss is at work."""
+    """Return the bytes kept of the logits, besides the last norm's, and those needed while the loss is at work."""
     narrow = s.item_bytes if s.item_bytes < 4 else 0
     if layout.shard == "all":
         return s.item_bytes * s.tokens * s.vocabulary, s.item_bytes * s.tokens * s.vocabulary

@@ -12,13 +12,15 @@ as one of a few more than its ranks, but for gpipe. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from hpcllm.pipeline.actions import COMPUTE, Action, Op, other_end
 from hpcllm.pipeline.schedules import Schedule, make_schedule
+from hpcllm.plan.layouts import Layout
 from hpcllm.plan.memory.sizes import Use
+from hpcllm.plan.models import Model, StageKind, kinds_of, placement_of, stage_spans
 
 TURNS = 3  # turns of as many microbatches as ranks, until a schedule is as full as it gets
 
@@ -74,6 +76,18 @@ def peak(points: Iterable[PeakPoint], chunks: Sequence[PassUses], message_bytes:
             size += net * count
         largest = max(largest, size)
     return largest
+
+
+def layout_points(
+    model: Model, layout: Layout, microbatches: int
+) -> Iterator[tuple[tuple[StageKind, ...], list[StageKind], tuple[PeakPoint, ...]]]:
+    """Yield for each pipeline rank the kinds of its chunks, the different ones of these, and the points with those."""
+    spans, placement = stage_spans(model, layout), placement_of(layout)
+    for rank in range(layout.pp):
+        kinds = kinds_of(spans, placement, rank)
+        different = list(dict.fromkeys(kinds))
+        alike = tuple(different.index(kind) for kind in kinds)
+        yield kinds, different, schedule_points(layout.schedule, layout.pp, microbatches, rank, alike)
 
 
 @lru_cache(maxsize=1 << 14)

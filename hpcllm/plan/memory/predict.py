@@ -40,9 +40,9 @@ from hpcllm.pipeline.schedules import Schedule
 from hpcllm.plan.layouts import Layout
 from hpcllm.plan.memory.backward_pass import backward, second_half
 from hpcllm.plan.memory.forward_pass import forward
-from hpcllm.plan.memory.peak_points import PassUses, peak, points_of, schedule_points
-from hpcllm.plan.memory.sizes import Level, Sizes, layout_sizes
-from hpcllm.plan.models import HALVED, Model, StageKind, kinds_of, placement_of, spans_like, stage_spans
+from hpcllm.plan.memory.peak_points import PassUses, layout_points, peak, points_of
+from hpcllm.plan.memory.sizes import Sizes, layout_sizes
+from hpcllm.plan.models import HALVED, Model, StageKind, spans_like, stage_spans
 from hpcllm.plan.resolve import layer_spans, recompute_levels
 from hpcllm.plan.run_config import config_of
 
@@ -56,20 +56,21 @@ SHARDS = ("none", "states", "states+gradients", "all")  # each shares what the o
 class RankMemory:
     """Bytes of one rank, by what they are for."""
 
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int  # at their peak in a step
-    buffers: int
-    checkpoint: int
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float  # at their peak in a step
+    buffers: float
+    checkpoint: float = 0
+    by_turns: float = 0  # part of activations: kept for several microbatches, which come and go by turns (megatron.py)
 
     @property
-    def states(self) -> int:
+    def states(self) -> float:
         """Bytes that stay from step to step."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
-    def total(self) -> int:
+    def total(self) -> float:
         return self.states + self.activations + self.buffers + self.checkpoint
 
 
@@ -81,7 +82,7 @@ def predict(config: Config, schedule: Schedule, pp_rank: int, tp_rank: int = 0) 
     sizes = [chunk_sizes(config, levels[stage], tp_rank) for stage in stages]
     halves = {action.chunk for action in schedule.actions[pp_rank] if action.op is Op.BACKWARD_INPUT}
     uses = [
-        pass_uses(each.with_split(chunk in halves), spans[stage])
+        pass_uses(replace(each, split=chunk in halves), spans[stage])
         for chunk, (each, stage) in enumerate(zip(sizes, stages, strict=True))
     ]
     activations = target_bytes(config) + peak(points_of(schedule, pp_rank), uses, sizes[0].residual)
@@ -91,15 +92,10 @@ def predict(config: Config, schedule: Schedule, pp_rank: int, tp_rank: int = 0) 
 def layout_memory(model: Model, layout: Layout, global_batch: int) -> tuple[RankMemory, ...]:
     """Predict for each pipeline rank, the first one over tp. Raises ConfigError for an impossible run."""
     config = config_of(model, layout, global_batch)
-    spans, placement = stage_spans(model, layout), placement_of(layout)
-    sizes = chunk_sizes(config, layout.recompute).with_split(layout.schedule in HALVED)
+    sizes = replace(chunk_sizes(config, layout.recompute), split=layout.schedule in HALVED)
     shared = replace(config, data=DataConfig(), pipeline=PipelineConfig())  # all that states depend on
     found = []
-    for rank in range(layout.pp):
-        kinds = kinds_of(spans, placement, rank)
-        different = list(dict.fromkeys(kinds))
-        alike = tuple(different.index(kind) for kind in kinds)
-        points = schedule_points(layout.schedule, layout.pp, config.pipeline.microbatches, rank, alike)
+    for kinds, different, points in layout_points(model, layout, config.pipeline.microbatches):
         activations = target_bytes(config) + peak(points, [_uses(sizes, kind) for kind in different], sizes.residual)
         found.append(replace(_between_passes(shared, kinds), activations=activations))
     return tuple(found)
@@ -190,13 +186,9 @@ def chunk_sizes(config: Config, level: str, tp_rank: int = 0) -> Sizes:
         tp=config.mesh.tp,
         sequence_parallel=config.mesh.sequence_parallel,
         item_bytes=ITEM_BYTES[config.precision.compute],
-        level=_level(level),
+        level=level,
         loss_tokens=config.pipeline.loss_tokens,
     )
-
-
-def _level(word: str) -> Level:
-    return "full" if word == "full" else "selective" if word == "selective" else "none"
 
 
 def pass_uses(sizes: Sizes, span: StageSpan) -> PassUses:

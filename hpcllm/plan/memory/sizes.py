@@ -6,14 +6,11 @@ take 4   take 2   drop 4   take 3          Use(peak=6, net=5)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 from hpcllm.config.schema import ModelConfig
 from hpcllm.plan.layouts import Layout
 from hpcllm.plan.models import Model
-
-Level = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class Sizes:
     tp: int = 1
     sequence_parallel: bool = False
     item_bytes: int = 4  # bytes of a weight or an activation
-    level: Level = "none"  # level of recomputation
+    level: str = "none"  # level of recomputation
     split: bool = False  # the backward pass comes in two halves
     loss_tokens: int = 0
 
@@ -108,9 +105,6 @@ class Sizes:
     def log_sums(self) -> int:
         """Bytes that attention keeps of its scores: a float32 for each query."""
         return 4 * self.tokens * self.model.heads // self.tp
-
-    def with_split(self, split: bool) -> Sizes:
-        return replace(self, split=split)
 
     def channels(self, channels: int) -> int:
         """Return the bytes of a tensor of so many channels a token."""

@@ -70,37 +70,15 @@ class StageMemory:
 
 def stage_memory(model: Model, layout: Layout, global_batch: int, machine: Machine) -> tuple[StageMemory, ...]:
     """Predict for each pipeline rank. Raises ConfigError where layout and batch do not fit together."""
-    is_host = machine.device.family == "cpu"
+    is_host, is_other = machine.device.family == "cpu", layout.trainer == "megatron"
     communicators = sum(n > 1 for n in (layout.dp, layout.pp, layout.tp))
     beside = 0.0 if is_host else CONTEXT_BYTES + COMMUNICATOR_BYTES * communicators
-    if layout.trainer == "megatron":
-        return _megatron_stages(model, layout, global_batch, beside)
-    return tuple(
-        StageMemory(
-            stage=stage,
-            parameters=rank.parameters,
-            gradients=rank.gradients,
-            optimizer=rank.optimizer,
-            activations=rank.activations,
-            buffers=rank.buffers + (rank.checkpoint if is_host else 0),  # a copy in the host's memory
-            reserved=beside,
-        )
-        for stage, rank in enumerate(layout_memory(model, layout, global_batch))
-    )
-
-
-def _megatron_stages(model: Model, layout: Layout, global_batch: int, beside: float) -> tuple[StageMemory, ...]:
-    return tuple(
-        StageMemory(
-            stage=stage,
-            parameters=rank.parameters,
-            gradients=rank.gradients,
-            optimizer=rank.optimizer,
-            activations=rank.activations,
-            buffers=rank.buffers,
-            reserved=beside + GAPS * rank.by_turns,
-            gaps=GAPS * rank.by_turns,
-            cached=CACHED_BUCKETS * 4 * min(BUCKET, rank.parameters / layout.item_bytes),
-        )
-        for stage, rank in enumerate(megatron_memory(model, layout, global_batch))
-    )
+    ranks = (megatron_memory if is_other else layout_memory)(model, layout, global_batch)
+    found = []
+    for stage, rank in enumerate(ranks):
+        held = rank.parameters, rank.gradients, rank.optimizer, rank.activations
+        buffers = rank.buffers + (rank.checkpoint if is_host else 0)  # a copy in the host's memory
+        gaps, bucket = GAPS * rank.by_turns, min(BUCKET, rank.parameters / layout.item_bytes)
+        cached = CACHED_BUCKETS * 4 * bucket if is_other else 0.0
+        found.append(StageMemory(stage, *held, buffers, beside + gaps, gaps, cached))
+    return tuple(found)

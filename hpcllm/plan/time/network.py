@@ -80,19 +80,26 @@ class Network:
         return mpi_message_s(size_bytes, coding, path, self.machine, self.nodes)
 
     def _collective_s(self, axis: str, operation: str, size_bytes: float) -> float:
-        group = self.spread(axis)
+        group, machine = self.spread(axis), self.machine
         if group.ranks == 1 or not size_bytes:
             return 0.0
         if self.layout.trainer != "hpcllm":
-            return library_collective_s(operation, size_bytes, group, self.machine)
-        coding, dtype = self._coding(axis, operation)
-        return own_collective_s(operation, size_bytes, coding, dtype, group, self.machine)
+            return library_collective_s(operation, size_bytes, group, machine)
+        algorithm, coding, dtype = self._chosen(axis, operation, size_bytes)
+        rates = _rates(machine, group, in_a_row=algorithm in NEIGHBOURS)
+        if machine.device.family != "cpu":
+            rates = replace(rates, turn_bytes=TURN_VALUES * VALUE_BITS[dtype] // 8)
+        return cost_s(operation, algorithm, size_bytes, coding, Shape(group.ranks, group.nodes, group.least), rates)
 
-    def _coding(self, axis: str, operation: str) -> tuple[Coding, str]:
-        """Return codec and data type of a collective of our trainer."""
+    def _chosen(self, axis: str, operation: str, size_bytes: float) -> tuple[str, Coding, str]:
+        """Return the algorithm that `auto` takes for a collective of our trainer, its codec and its data type."""
         kind = "tensor" if axis == "tp" else "parameters" if operation == "allgather" else "gradients"
         dtype = "float32" if kind == "gradients" else DTYPES[self.layout.precision]
-        return coding_of(self.codecs[kind], dtype, self.machine), dtype
+        coding, group = coding_of(self.codecs[kind], dtype, self.machine), self.spread(axis)
+        item_bytes, on_cpu = VALUE_BITS[dtype] // 8, self.machine.device.family == "cpu"
+        values = Values(round(size_bytes / item_bytes), item_bytes, dtype, coding.name, on_cpu)
+        shape = Shape(group.ranks, group.nodes, group.least)
+        return by_rule(operation, values, shape, may_block=False), coding, dtype
 
     def _shared_s(self, operation: str, size_bytes: float) -> float | None:
         """Return the measured time of our float32 arrays in a node's shared memory; None where that is not measured."""
@@ -111,11 +118,10 @@ class Network:
         """Say in words how a collective of tp or dp is done."""
         if axis == "dp" and self._shared_s(operation, size_bytes) is not None:
             return "in shared memory, as measured"
-        group = self.spread(axis)
         if self.layout.trainer != "hpcllm":
-            return f"library, bus {bus_gb_s(group, self.machine):.3g} GB/s"
-        coding, dtype = self._coding(axis, operation)
-        return f"{algorithm_of(operation, size_bytes, coding, dtype, group, self.machine)}, codec {coding.name}"
+            return f"library, bus {bus_gb_s(self.spread(axis), self.machine):.3g} GB/s"
+        algorithm, coding, _ = self._chosen(axis, operation, size_bytes)
+        return f"{algorithm}, codec {coding.name}"
 
     @property
     def nodes(self) -> int:
@@ -138,8 +144,6 @@ class Network:
 
 def library_collective_s(operation: str, size_bytes: float, group: Spread, machine: Machine) -> float:
     """Return the seconds of a library collective while the other groups of the node do the same."""
-    if group.ranks == 1:
-        return 0.0
     moved = VOLUME[operation] * size_bytes * (group.ranks - 1) / group.ranks
     steps_s, carry_s = _library_steps_s(operation, group, machine), moved / bus_gb_s(group, machine) / 1e9
     return START_S + min(steps_s + carry_s / SHORT_PART, LONG_STEPS * steps_s + carry_s)
@@ -189,29 +193,6 @@ def rank_gb_s(machine: Machine) -> float:
     """Return the line rate of the NICs that a rank reaches by itself: one, or its part of a node's if more."""
     fabric = machine.fabric
     return fabric.nic_gb_s * max(1.0, fabric.nics_per_node / machine.device.per_node)
-
-
-def own_collective_s(
-    operation: str, size_bytes: float, coding: Coding, dtype: str, group: Spread, machine: Machine
-) -> float:
-    """Return the seconds of one of our collectives while the other groups of the node do the same."""
-    algorithm = algorithm_of(operation, size_bytes, coding, dtype, group, machine)
-    rates = _rates(machine, group, in_a_row=algorithm in NEIGHBOURS)
-    if machine.device.family != "cpu":
-        rates = replace(rates, turn_bytes=TURN_VALUES * VALUE_BITS[dtype] // 8)
-    return cost_s(operation, algorithm, size_bytes, coding, _shape(group), rates)
-
-
-def algorithm_of(operation: str, size_bytes: float, coding: Coding, dtype: str, group: Spread, machine: Machine) -> str:
-    """Return the name of the algorithm that `auto` takes."""
-    item_bytes = VALUE_BITS[dtype] // 8
-    on_cpu = machine.device.family == "cpu"
-    values = Values(round(size_bytes / item_bytes), item_bytes, dtype, coding.name, on_cpu)
-    return by_rule(operation, values, _shape(group), may_block=False)
-
-
-def _shape(group: Spread) -> Shape:
-    return Shape(group.ranks, group.nodes, group.least)
 
 
 def mpi_message_s(size_bytes: float, coding: Coding, path: Way, machine: Machine, nodes: int) -> float:

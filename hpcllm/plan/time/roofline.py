@@ -17,7 +17,7 @@ one row a family, for every machine and every paper:
     flash_*      fused attention / large matrix products, by what it computes (the causal half), for long sequences
     first_flash  its first version / its second
     vector       products that matrix units do not take (float32, rows not aligned to 16 bytes) / peak of matrix units
-    launch_s     what a kernel costs beyond its work, while the host is ahead of the device
+    launch_us    what a kernel costs beyond its work, while the host is ahead of the device
     tiles        rows and columns of the pieces of a product, and how good they are
 
 Sources. sustained, scores of nvidia-ampere: rows of perf/plan/rows that are not held out; of amd-cdna2: the two of
@@ -46,42 +46,35 @@ Tiles = tuple[tuple[int, int, float], ...]
 TILES: Tiles = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.72), (64, 64, 0.5))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Family:
     """Shares of what a device has at best; meanings and sources at the top of the file."""
 
     sustained: float
     stream: float
-    scores: float = 0.6
     flash_forward: float
     flash_backward: float
-    first_flash: float = 0.55
     vector: float
-    launch_s: float
+    launch_us: float
+    scores: float = 0.6
+    first_flash: float = 0.55
     tiles: Tiles = TILES
 
-
-def _family(sustained: float, stream: float, flash: tuple[float, float], vector: float, launch_us: float) -> Family:
-    return Family(
-        sustained=sustained,
-        stream=stream,
-        flash_forward=flash[0],
-        flash_backward=flash[1],
-        vector=vector,
-        launch_s=1e-6 * launch_us,
-    )
+    @property
+    def launch_s(self) -> float:
+        return 1e-6 * self.launch_us
 
 
 FAMILIES: dict[str, Family] = {
-    "nvidia-volta": _family(0.90, 0.80, (0.45, 0.35), 0.08, 4.0),
-    "nvidia-ampere": _family(0.92, 0.82, (0.72, 0.58), 0.04, 3.0),
-    "nvidia-hopper": _family(0.85, 0.82, (0.50, 0.42), 0.04, 3.0),
-    "amd-cdna2": _family(0.78, 0.75, (0.50, 0.35), 0.08, 6.0),
-    "amd-cdna3": _family(0.90, 0.75, (0.50, 0.35), 0.08, 5.0),
-    "intel-xe": _family(0.90, 0.75, (0.45, 0.30), 0.04, 8.0),
-    "tpu": _family(0.95, 0.85, (0.50, 0.45), 0.05, 1.0),
+    "nvidia-volta": Family(0.90, 0.80, 0.45, 0.35, 0.08, 4.0),
+    "nvidia-ampere": Family(0.92, 0.82, 0.72, 0.58, 0.04, 3.0),
+    "nvidia-hopper": Family(0.85, 0.82, 0.50, 0.42, 0.04, 3.0),
+    "amd-cdna2": Family(0.78, 0.75, 0.50, 0.35, 0.08, 6.0),
+    "amd-cdna3": Family(0.90, 0.75, 0.50, 0.35, 0.08, 5.0),
+    "intel-xe": Family(0.90, 0.75, 0.45, 0.30, 0.04, 8.0),
+    "tpu": Family(0.95, 0.85, 0.50, 0.45, 0.05, 1.0),
 }
-OTHER = _family(0.85, 0.75, (0.50, 0.40), 0.05, 5.0)  # families without a row
+OTHER = Family(0.85, 0.75, 0.50, 0.40, 0.05, 5.0)  # families without a row
 
 
 def family_of(name: str) -> Family:
@@ -114,25 +107,18 @@ def _measured_s(kernel: Kernel, times: KernelTimes) -> float:
 
 def kernel_s(kernel: Kernel, device: Device) -> float:
     """Estimate one kernel, or as many launches as it says."""
-    family = family_of(device.family)
     if not kernel.moved_bytes:
         return 0.0
-    share = family.scores if _is_of_scores(kernel) else family.stream
-    memory_s = kernel.moved_bytes / (1e9 * device.hbm_gb_s * share)
+    family, work_s, of_scores, launches = family_of(device.family), 0.0, False, 1
     match kernel:
         case Stream():
-            return memory_s + kernel.launches * family.launch_s
+            of_scores, launches = kernel.kernel == "softmax", kernel.launches
         case Flash():
-            return max(_flash_s(kernel, device, family), memory_s) + family.launch_s
-        case Product():
-            return max(_product_s(kernel, device, family), memory_s) + family.launch_s
-
-
-def _is_of_scores(kernel: Kernel) -> bool:
-    """Return True for a kernel over attention's scores, or a product of each head that reads or writes them."""
-    if isinstance(kernel, Product):
-        return kernel.batch > 1
-    return isinstance(kernel, Stream) and kernel.kernel == "softmax"
+            work_s = _flash_s(kernel, device, family)
+        case Product():  # of each head: it reads or writes scores
+            work_s, of_scores = _product_s(kernel, device, family), kernel.batch > 1
+    memory_s = kernel.moved_bytes / (1e9 * device.hbm_gb_s * (family.scores if of_scores else family.stream))
+    return max(work_s, memory_s) + launches * family.launch_s
 
 
 def _flash_s(kernel: Flash, device: Device, family: Family) -> float:
@@ -146,7 +132,8 @@ def _flash_s(kernel: Flash, device: Device, family: Family) -> float:
 
 def _product_s(kernel: Product, device: Device, family: Family) -> float:
     """Estimate a product by the best of the tiles that libraries choose from."""
-    if not _is_aligned(kernel):
+    rows = (size * kernel.item_bytes for size in (kernel.m, kernel.n, kernel.k))  # of all three, whichever way they lie
+    if any(size % ALIGNED_BYTES for size in rows):
         return kernel.flops / (1e12 * device.peak_bf16_tflops * family.vector)
     m, n, k, batch = (math.ceil(size) for size in (kernel.m, kernel.n, kernel.k, kernel.batch))
     done = _in_pieces(m, n, k, batch, device.multiprocessors, family.tiles)
@@ -158,11 +145,6 @@ def _rate(device: Device, item_bytes: int, family: Family) -> float:
     if item_bytes == 4:
         return device.peak_bf16_tflops * family.vector
     return device.gemm_bf16_tflops * family.sustained
-
-
-def _is_aligned(kernel: Product) -> bool:
-    """Return True if rows of all three matrices start at a multiple of 16 bytes, whichever way they lie."""
-    return all(size * kernel.item_bytes % ALIGNED_BYTES == 0 for size in (kernel.m, kernel.n, kernel.k))
 
 
 @lru_cache(maxsize=1 << 16)
