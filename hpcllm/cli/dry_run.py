@@ -25,7 +25,8 @@ from hpcllm.errors import ConfigError, MeshError
 from hpcllm.model.shapes import parameter_count
 from hpcllm.pipeline.schedules import Schedule
 from hpcllm.plan.machine import read_machine
-from hpcllm.plan.memory.predict import RankMemory, predict
+from hpcllm.plan.memory.predict import predict
+from hpcllm.plan.memory.sizes import RankMemory
 from hpcllm.plan.prediction import Prediction
 from hpcllm.plan.prediction import predict as predict_step
 from hpcllm.plan.resolve import ResolvedRun, resolve

@@ -18,7 +18,8 @@ from hpcllm.model.shapes import parameter_count
 from hpcllm.mpi.mesh_axes import coordinates
 from hpcllm.mpi.rank_names import name_ranks
 from hpcllm.pipeline.schedules import Schedule
-from hpcllm.plan.memory.predict import RankMemory, predict
+from hpcllm.plan.memory.predict import predict
+from hpcllm.plan.memory.sizes import RankMemory
 from hpcllm.plan.resolve import resolve
 from hpcllm.system.text import percent, size_text, table
 

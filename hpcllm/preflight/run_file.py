@@ -22,7 +22,8 @@ from hpcllm.errors import MeshError, ScheduleError
 from hpcllm.model.shapes import parameter_count
 from hpcllm.mpi.mesh_axes import coordinates
 from hpcllm.mpi.rank_names import name_ranks
-from hpcllm.plan.memory.predict import ITEM_BYTES, RankMemory, predict
+from hpcllm.plan.memory.predict import ITEM_BYTES, predict
+from hpcllm.plan.memory.sizes import RankMemory
 from hpcllm.plan.resolve import resolve
 from hpcllm.preflight.collect import Communicators
 from hpcllm.preflight.facts import Allocation, Node

@@ -36,8 +36,7 @@ from collections.abc import Sequence
 from hpcllm.config.schema import ModelConfig
 from hpcllm.plan.layouts import Layout
 from hpcllm.plan.memory.peak_points import PassUses, layout_points, peak
-from hpcllm.plan.memory.predict import RankMemory
-from hpcllm.plan.memory.sizes import Sizes, Use, layout_sizes
+from hpcllm.plan.memory.sizes import RankMemory, Sizes, Use, layout_sizes
 from hpcllm.plan.models import HALVED, Model, StageKind, held_parameters
 
 BUCKET = 5e8  # elements of DeepSpeed's buckets of gradients and weights, unless told otherwise

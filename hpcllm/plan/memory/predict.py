@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -41,7 +41,7 @@ from hpcllm.plan.layouts import Layout
 from hpcllm.plan.memory.backward_pass import backward, second_half
 from hpcllm.plan.memory.forward_pass import forward
 from hpcllm.plan.memory.peak_points import PassUses, layout_points, peak, points_of
-from hpcllm.plan.memory.sizes import Sizes, layout_sizes
+from hpcllm.plan.memory.sizes import RankMemory, Sizes, layout_sizes
 from hpcllm.plan.models import HALVED, Model, StageKind, spans_like, stage_spans
 from hpcllm.plan.resolve import layer_spans, recompute_levels
 from hpcllm.plan.run_config import config_of
@@ -50,28 +50,6 @@ ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 ON_THEIR_WAY = 3  # gradient buffers at most, besides those that are being filled: optim/sharded_gradients.py
 N = TypeVar("N", int, float)
 SHARDS = ("none", "states", "states+gradients", "all")  # each shares what the one before does, and more
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes of one rank, by what they are for."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float  # at their peak in a step
-    buffers: float
-    checkpoint: float = 0
-    by_turns: float = 0  # part of activations: kept for several microbatches, which come and go by turns (megatron.py)
-
-    @property
-    def states(self) -> float:
-        """Bytes that stay from step to step."""
-        return self.parameters + self.gradients + self.optimizer
-
-    @property
-    def total(self) -> float:
-        return self.states + self.activations + self.buffers + self.checkpoint
 
 
 def predict(config: Config, schedule: Schedule, pp_rank: int, tp_rank: int = 0) -> RankMemory:

@@ -1,4 +1,4 @@
-"""Sizes of the tensors of one microbatch on one rank, and a ledger of bytes that come and go. Pure.
+"""Sizes of the tensors of one microbatch on one rank, a ledger of bytes that come and go, and what a rank holds. Pure.
 
 take 4   take 2   drop 4   take 3          Use(peak=6, net=5)
 ....     ......   ..       .....
@@ -38,6 +38,28 @@ class Ledger:
 
     def use(self) -> Use:
         return Use(self.peak, self.now)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank, by what they are for."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float  # at their peak in a step
+    buffers: float
+    checkpoint: float = 0
+    by_turns: float = 0  # part of activations: kept for several microbatches, which come and go by turns (megatron.py)
+
+    @property
+    def states(self) -> float:
+        """Bytes that stay from step to step."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> float:
+        return self.states + self.activations + self.buffers + self.checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
