@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         tables = on_root(world, lambda: config.to_tables(config.load(arguments.run, arguments.overrides)))
         checked = config.from_tables(tables)
-        from hpcllm.preflight.start import start
+        from hpcllm.preflight.examination import start
         from hpcllm.training.loop import train as run  # after the run file is known to be right: it takes seconds
 
         start(world, checked.run.device, checked.limits.stall_s)

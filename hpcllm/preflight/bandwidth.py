@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,11 +30,12 @@ from numpy.typing import NDArray
 from hpcllm.mpi import buffers
 from hpcllm.mpi.wait import name_rank
 from hpcllm.preflight.collect import Communicators
-from hpcllm.preflight.facts import Allocation, Node
+from hpcllm.preflight.facts import Allocation
 from hpcllm.preflight.findings import SLOW_SHARE, Finding, Severity, slow_ones, without
 from hpcllm.preflight.page import Measured
 from hpcllm.system import device
 from hpcllm.system.hardware.pci_devices import RDMA
+from hpcllm.system.text import counted
 
 SIZE_BYTES, PING_BYTES = 4 << 20, 8
 PINGS, MOST_TIMES = 100, 64
@@ -59,8 +59,9 @@ class Pair:
         small, large = (torch.zeros(2, size, dtype=torch.uint8, device=self.where) for size in sizes)
         device.synchronize(self.where)  # MPI knows no streams
         latency_s = self._time(small, PINGS)
-        first_s = max(self._agree(self._time(large, 1)), 1e-6)
-        times = min(max(int(BUDGET_S / first_s), 1), MOST_TIMES)
+        seconds = torch.tensor([[max(self._time(large, 1), 1e-6)], [0.0]], dtype=torch.float64)
+        self._exchange(seconds)  # the slower rank's time counts for both
+        times = min(max(int(BUDGET_S / float(seconds.max())), 1), MOST_TIMES)
         return SIZE_BYTES / self._time(large, times) / 1e9, latency_s
 
     def _time(self, memory: torch.Tensor, times: int) -> float:
@@ -70,12 +71,6 @@ class Pair:
         for _ in range(times):
             self._exchange(memory)
         return (time.perf_counter() - start_s) / times
-
-    def _agree(self, value: float) -> float:
-        """The larger of both ranks' values."""
-        values = torch.tensor([[value], [0.0]], dtype=torch.float64)
-        self._exchange(values)
-        return float(values.max())
 
     def _exchange(self, memory: torch.Tensor) -> None:
         requests = buffers.irecv(self.comm, memory[1], self.peer, TAG)
@@ -128,60 +123,41 @@ def _rounds(comms: Communicators, comm: MPI.Intracomm | None, most: int, where: 
 
 def judge_nodes(table: NDArray[np.float64], allocation: Allocation, memory: str) -> Measured:
     """table: of _rounds, between nodes. memory: of the messages, in words. Pure."""
-    rows = [table[list(node.ranks)] for node in allocation.nodes]
-    rates = [_best(np.nansum(row[..., 0], axis=0)) for row in rows]
+    rows = [np.nansum(table[list(node.ranks), :, 0], axis=0) for node in allocation.nodes]
+    rates = [max((float(total) for total in row if total > 0), default=math.nan) for row in rows]  # NaN: no partner
     latency_s = float(np.nanmedian(table[..., 1]))
-    findings = [
-        _slow(allocation.nodes[which].name, share, rates[which], allocation) for which, share in slow_ones(rates)
-    ]
+    findings = []
+    for which, share in slow_ones(rates):
+        name = allocation.nodes[which].name
+        severity: Severity = "slow" if share >= SLOW_SHARE else "note"
+        what = f"node {name}: {100 * share:.0f} % slow in messages ({rates[which]:.3g} GB/s each way)"
+        findings.append(Finding(severity, what, f"node {name}, the best of its rounds", without(allocation, [name])))
     usual = statistics.median(rates)
     findings += _missing_cards(allocation, usual)
     text = (
         f"{usual:.3g} GB/s each way of a node ({min(rates):.3g} to {max(rates):.3g}), {latency_s * 1e6:.3g} us a small "
-        f"message; {len(rates)} nodes, {table.shape[1]} round{'s' if table.shape[1] > 1 else ''}, {memory}"
+        f"message; {len(rates)} nodes, {counted(table.shape[1], 'round')}, {memory}"
     )
     facts = {"gb_s": [round(rate, 4) for rate in rates], "latency_s": latency_s, "rounds": table.shape[1]}
     return Measured("between nodes", text, facts, findings)
 
 
-def _slow(name: str, share: float, rate_gb_s: float, allocation: Allocation) -> Finding:
-    what = f"node {name}: {100 * share:.0f} % slow in messages ({rate_gb_s:.3g} GB/s each way)"
-    severity: Severity = "slow" if share >= SLOW_SHARE else "note"
-    return Finding(severity, what, f"node {name}, the best of its rounds", without(allocation, [name]))
-
-
 def _missing_cards(allocation: Allocation, usual: float) -> list[Finding]:
     """Messages that are far slower than the network cards take another way."""
-    line_gb_s = statistics.median(_card_gb_s(node) for node in allocation.nodes)
+    nics = (node.facts.hardware.nics for node in allocation.nodes)
+    line_gb_s = statistics.median(sum(n.rate_gb_s or 0.0 for n in node if n.kind in RDMA and n.up) for node in nics)
     if usual >= LEAST_OF_CARDS * line_gb_s:
         return []
-    return [
-        Finding(
-            "slow",
-            f"nodes exchange {usual:.3g} GB/s each way, but their network cards make {line_gb_s:.3g} GB/s",
-            "between all nodes",
-            "an MPI library built for this network; more ranks a node, each near a card of its own",
-        )
-    ]
-
-
-def _card_gb_s(node: Node) -> float:
-    nics = node.facts.hardware.nics
-    return sum(nic.rate_gb_s or 0.0 for nic in nics if nic.kind in RDMA and nic.up)
+    what = f"nodes exchange {usual:.3g} GB/s each way, but their network cards make {line_gb_s:.3g} GB/s"
+    fix = "an MPI library built for this network; more ranks a node, each near a card of its own"
+    return [Finding("slow", what, "between all nodes", fix)]
 
 
 def _judge_inside(table: NDArray[np.float64], memory: str) -> Measured:
-    rates, latencies = table[..., 0][~np.isnan(table[..., 0])], table[..., 1][~np.isnan(table[..., 1])]
-    rate, latency_s = float(np.median(rates)), float(np.median(latencies))
+    rate, latency_s = (float(np.nanmedian(table[..., column])) for column in (0, 1))
     small = f"{latency_s * 1e6:.3g} us a small message"
     text = f"{rate:.3g} GB/s each way between two ranks, {small}, all pairs at once, {memory}"
     return Measured("inside nodes", text, {"gb_s": rate, "latency_s": latency_s, "rounds": table.shape[1]})
-
-
-def _best(sums: Sequence[float] | NDArray[np.float64]) -> float:
-    """Best of a node's rounds; NaN if it had no partner in any."""
-    found = [float(total) for total in sums if total > 0]
-    return max(found, default=math.nan)
 
 
 def distances(nodes: int) -> list[int]:

@@ -47,11 +47,10 @@ def judge(table: list[tuple[int, list[str]]], allocation: Allocation) -> Measure
         Finding("breaks", f"codec self test: {fault}", nodes_text(names, MOST_NODES), without(allocation, names))
         for fault, names in wrong.items()
     ]
-    all_of_them, least = len(_cases()), min(done for done, _ in table)
-    cut = "" if least == all_of_them else f", cut off after {BUDGET_S:g} s on some nodes"
-    bad = len(findings)
-    text = f"{least} of {all_of_them} codecs and types tried on each node{cut}; {bad or 'none'} wrong"
-    return Measured("codecs", text, {"tried": least, "of": all_of_them, "wrong": list(wrong)}, findings)
+    every, least = len(_cases()), min(done for done, _ in table)
+    cut = "" if least == every else f", cut off after {BUDGET_S:g} s on some nodes"
+    text = f"{least} of {every} codecs and types tried on each node{cut}; {len(findings) or 'none'} wrong"
+    return Measured("codecs", text, {"tried": least, "of": every, "wrong": list(wrong)}, findings)
 
 
 def self_test(chosen: torch.device, budget_s: float = BUDGET_S) -> tuple[int, list[str]]:
@@ -63,7 +62,8 @@ def self_test(chosen: torch.device, budget_s: float = BUDGET_S) -> tuple[int, li
         codec = find_codec(name, dtype)
         done += 1
         try:
-            faults += [f"{name} of {dtype}: {fault}" for fault in _wrong(codec, chosen)]
+            if fault := _fault(codec, chosen):
+                faults.append(f"{name} of {dtype}: {fault}")
         except Exception as error:  # of any library below: a finding, not the end
             faults.append(f"{name} of {dtype}: {type(error).__name__}: {error}")
     return done, faults
@@ -73,18 +73,19 @@ def _cases() -> list[tuple[str, torch.dtype]]:
     return [(name, dtype) for dtype in DTYPES for name in examples()]
 
 
-def _wrong(codec: Codec, chosen: torch.device) -> Iterator[str]:
+def _fault(codec: Codec, chosen: torch.device) -> str:
+    """Fault of a codec; "" if it has none."""
     device_codec = _device_codec(codec, chosen)
     for values in _inputs(codec.dtype):
         data = codec.encode(values, torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8)).clone()
         back = torch.empty_like(values)
         codec.decode(data, back)
-        if fault := _too_far(codec, values, back):
-            yield f"{fault} with {values.numel()} values"
-            return
-        if device_codec and (fault := _differs(device_codec, chosen, values, data, back)):
-            yield f"{fault} with {values.numel()} values"
-            return
+        fault = _too_far(codec, values, back)
+        if device_codec and not fault:
+            fault = _differs(device_codec, values.to(chosen), data, back)
+        if fault:
+            return f"{fault} with {values.numel()} values"
+    return ""
 
 
 def _too_far(codec: Codec, values: torch.Tensor, back: torch.Tensor) -> str:
@@ -110,19 +111,15 @@ def _device_codec(codec: Codec, chosen: torch.device) -> Codec | None:
         return None
 
 
-def _differs(
-    device_codec: Codec, chosen: torch.device, values: torch.Tensor, data: torch.Tensor, back: torch.Tensor
-) -> str:
-    there = values.to(chosen)
-    memory = torch.empty(device_codec.encoded_bytes(values.numel()), dtype=torch.uint8, device=chosen)
-    coded = device_codec.encode(there, memory)
+def _differs(device_codec: Codec, there: torch.Tensor, data: torch.Tensor, back: torch.Tensor) -> str:
+    """Difference between the values of a device and the CPU's data and what those come back as."""
+    memory = torch.empty(device_codec.encoded_bytes(there.numel()), dtype=torch.uint8, device=there.device)
+    coded, out = device_codec.encode(there, memory), torch.empty_like(there)
     if not torch.equal(coded.view(torch.uint8).cpu(), data.view(torch.uint8)):
-        return f"{chosen.type} and CPU encode to different bytes"
-    out = torch.empty_like(there)
+        return f"{there.device.type} and CPU encode to different bytes"
     device_codec.decode(coded, out)
-    found = out.cpu()
-    differ = (found != back) & ~(found.isnan() & back.isnan())  # a NaN is a NaN, whatever its bits
-    return f"{chosen.type} and CPU decode to different values" if bool(differ.any()) else ""
+    same = torch.isclose(out.cpu(), back, rtol=0, atol=0, equal_nan=True)  # a NaN is a NaN, whatever its bits
+    return "" if bool(same.all()) else f"{there.device.type} and CPU decode to different values"
 
 
 def _inputs(dtype: torch.dtype) -> Iterator[torch.Tensor]:

@@ -1,12 +1,16 @@
-"""A whole examination of an allocation: facts, checks and measurements of all ranks become one page.
+"""Examination of an allocation: as each start of a run makes it, and whole, with measurements, for one page.
 
-facts of all ranks -> rank 0 -> checks --+
-load, matrix products, messages,         +-> page
-files, codecs: all ranks, each limited --+
+start                 facts of all ranks -> rank 0 -> breaks: nobody starts, and all say why    well under a second
+                                                     slow: a line for each, and on; each rank is bound to its cores
+examine_allocation    facts of all ranks -> rank 0 -> checks --+
+                      load, matrix products, messages,         +-> page
+                      files, codecs: all ranks, each limited --+
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -18,19 +22,20 @@ from mpi4py import MPI
 
 from hpcllm.checkpoint.huggingface.start import take_model
 from hpcllm.config.schema import Config
+from hpcllm.errors import HpcllmError
 from hpcllm.mpi.collective_errors import on_root
 from hpcllm.mpi.gpu_aware import DeviceAccess, gpu_aware
 from hpcllm.mpi.wait import Waits
 from hpcllm.mpi.watchdog import open_watchdog
 from hpcllm.preflight import bandwidth, codec_test, matrix, storage
 from hpcllm.preflight.checks import check
-from hpcllm.preflight.collect import Communicators, open_communicators, source_hash
+from hpcllm.preflight.collect import Communicators, facts_of_all, find_allocation, open_communicators, source_hash
 from hpcllm.preflight.facts import Allocation
 from hpcllm.preflight.findings import Finding, Severity, everywhere, merged
-from hpcllm.preflight.page import Measured, Page
-from hpcllm.preflight.run_file import RunFindings, examine, nearest, unreadable, unwritable
-from hpcllm.preflight.start import facts_of_all, find_allocation
+from hpcllm.preflight.page import Measured, Page, one_line
+from hpcllm.preflight.run_file import examine, nearest, unreadable, unwritable
 from hpcllm.system import device
+from hpcllm.system.affinity import Affinity, set_affinity
 from hpcllm.system.hardware.node import allowed_cores, busy_s
 from hpcllm.system.slurm import batch_job
 
@@ -38,6 +43,31 @@ T = TypeVar("T")
 LIMIT_S = 60.0  # of one wait: after that, who does not answer is named
 LOOK_S = 0.3  # at what other programs do
 SHORT_S = 600.0  # of time left in the job
+
+
+def start(world: MPI.Intracomm, wanted: str, limit_s: float) -> Affinity:
+    """Check the allocation, then bind this rank to its cores. Collective over world.
+
+    wanted: run.device. limit_s: of waits. Raises ConfigError, StallError, and HpcllmError where a run would break.
+    """
+    comms = open_communicators(world, Waits(limit_s))
+    mine = facts_of_all(comms, wanted)
+    allocation = find_allocation(comms, mine)
+    on_root(world, lambda: _say(check(allocation) if allocation else []))
+    affinity = set_affinity(comms.node, mine.device.numa if mine.device else None)
+    comms.free()
+    return affinity
+
+
+def _say(findings: list[Finding]) -> None:
+    """Raises HpcllmError."""
+    for finding in findings:
+        if finding.severity == "slow":
+            print(f"hpcllm: preflight: {one_line(finding)}", file=sys.stderr, flush=True)
+    breaks = [one_line(finding) for finding in findings if finding.severity == "breaks"]
+    if breaks:
+        more = "; see all of it with `python -m hpcllm preflight`, started in the same way"
+        raise HpcllmError(f"this allocation is not fit to run: {'; '.join(breaks)}{more}")
 
 
 def examine_allocation(world: MPI.Intracomm, config: Config | None, quick: bool) -> Page | None:
@@ -60,13 +90,13 @@ def _examine(comms: Communicators, config: Config | None, quick: bool) -> Page |
     mine = facts_of_all(comms, wanted)
     allocation = find_allocation(comms, mine, source_hash() if comms.leads else "", busy)
     chosen = device.choose_device(wanted, device.local_rank(comms.node.rank))
-    run = _run_findings(comms, config, allocation) if config else None
+    run = _run_file(comms, config, allocation) if config else None
     measured = [] if quick else _measure(comms, chosen, config, allocation)
     if not allocation:
         return None
     job, findings = _job()
-    findings += check(allocation) + (run.findings if run else [])
-    findings += [finding for one in measured for finding in one.findings]
+    findings += check(allocation)
+    findings += [finding for one in ([run] if run else []) + measured for finding in one.findings]
     took_s = time.perf_counter() - start_s
     return Page(allocation, job, merged(findings), measured, run.text if run else "", took_s)
 
@@ -87,27 +117,24 @@ def _measure(
     comms: Communicators, chosen: torch.device, config: Config | None, allocation: Allocation | None
 ) -> list[Measured]:
     """Collective over comms.world."""
-    devices = comms.world.allreduce(chosen.type != "cpu", MPI.LOR)
+
+    def said(name: str, step: Callable[[], T]) -> T:
+        if comms.world.rank == 0:
+            print(f"hpcllm: preflight: {name} ...", file=sys.stderr, flush=True)
+        return step()
+
     folder = nearest(Path(config.run.folder)) if config else Path.cwd()
     wanted = config.communication.gpu_aware if config else "auto"
-    reach = (
-        _said(comms, "device memory in messages", lambda: gpu_aware(comms.world, chosen, wanted)) if devices else None
-    )
+    reach = None
+    if comms.world.allreduce(chosen.type != "cpu", MPI.LOR):
+        reach = said("device memory in messages", lambda: gpu_aware(comms.world, chosen, wanted))
     where = chosen if reach and reach.direct else torch.device("cpu")
-    steps: list[tuple[str, Callable[[], list[Measured | None]]]] = [
-        (f"matrix products, {matrix.BUDGET_S:g} s", lambda: [matrix.measure(comms, chosen, allocation)]),
-        (f"messages, {bandwidth.BUDGET_S:g} s a round", lambda: [*bandwidth.measure(comms, where, allocation)]),
-        (f"files, at most {2 * storage.BUDGET_S:g} s", lambda: [storage.measure(comms, folder, allocation)]),
-        (f"codecs, at most {codec_test.BUDGET_S:g} s", lambda: [codec_test.measure(comms, chosen, allocation)]),
-    ]
-    found = [one for name, step in steps for one in _said(comms, name, step) if one]
-    return [_judged(reach, allocation), *found] if reach and allocation else found
-
-
-def _said(comms: Communicators, name: str, step: Callable[[], T]) -> T:
-    if comms.world.rank == 0:
-        print(f"hpcllm: preflight: {name} ...", file=sys.stderr, flush=True)
-    return step()
+    products = said(f"matrix products, {matrix.BUDGET_S:g} s", lambda: matrix.measure(comms, chosen, allocation))
+    messages = said(f"messages, {bandwidth.BUDGET_S:g} s a round", lambda: bandwidth.measure(comms, where, allocation))
+    files = said(f"files, at most {2 * storage.BUDGET_S:g} s", lambda: storage.measure(comms, folder, allocation))
+    codecs = said(f"codecs, at most {codec_test.BUDGET_S:g} s", lambda: codec_test.measure(comms, chosen, allocation))
+    judged = _judged(reach, allocation) if reach and allocation else None
+    return [one for one in (judged, products, *messages, files, codecs) if one]
 
 
 def _judged(reach: DeviceAccess, allocation: Allocation) -> Measured:
@@ -125,22 +152,20 @@ def _judged(reach: DeviceAccess, allocation: Allocation) -> Measured:
     return Measured("device memory", text, {"direct": reach.direct, "why": reach.why}, findings)
 
 
-def _run_findings(comms: Communicators, config: Config, allocation: Allocation | None) -> RunFindings | None:
-    """Findings of the run file, on rank 0. Collective over comms.world. Raises UserError."""
+def _run_file(comms: Communicators, config: Config, allocation: Allocation | None) -> Measured:
+    """Examine the run file; findings on rank 0. Collective over comms.world. Raises UserError."""
     findings = unwritable(comms, Path(config.run.folder), "run.folder")
     if config.data.store:
         findings += unreadable(comms, Path(config.data.store), "data.store")
-    blind = on_root(comms.world, lambda: bool(findings) and not config.model.vocabulary)
-    if blind:  # the store says how large the model is, and cannot be read
-        return RunFindings("its store cannot be read", findings) if allocation else None
-    found = on_root(comms.world, lambda: _examined(config, allocation))
-    return RunFindings(found.text, findings + found.findings) if allocation else None
 
+    def examined() -> Measured:
+        assert allocation, "is on rank 0"
+        if findings and not config.model.vocabulary:  # the store says how large the model is
+            return Measured("run file", "its store cannot be read", {})
+        return examine(take_model(config), allocation)
 
-def _examined(config: Config, allocation: Allocation | None) -> RunFindings:
-    if not allocation:
-        return RunFindings("", [])
-    return examine(take_model(config), allocation)
+    found = on_root(comms.world, examined)
+    return dataclasses.replace(found, findings=findings + found.findings)
 
 
 def _job() -> tuple[str, list[Finding]]:
@@ -150,7 +175,7 @@ def _job() -> tuple[str, list[Finding]]:
         return "", []
     job.ask_first()
     left_s = job.end_s - time.monotonic()
-    if left_s == float("inf"):
+    if left_s == math.inf:
         return job.name, []
     finding = Finding("note", f"{left_s / 60:.0f} min are left of the job", job.name, "sbatch --time=...")
     return f"{job.name}, {left_s / 60:.0f} min left", [finding] if left_s < SHORT_S else []

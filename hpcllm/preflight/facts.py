@@ -11,21 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from hpcllm.system.device import DeviceFacts
 from hpcllm.system.hardware.node import Hardware
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class Device(DeviceFacts):
     """Device that a rank would compute on."""
 
-    kind: str  # PyTorch's word, "cuda" for ROCm too
-    name: str
-    index: int  # among those that the rank sees
-    visible: int  # how many it sees
+    visible: int  # how many the rank sees
     identity: str  # two ranks of a node that have the same share a device
-    address: str  # on the PCI bus, "" if not known
     numa: int | None  # domain it is near to
-    memory_bytes: int  # 0: not known
     unfit: str = ""  # why this PyTorch cannot use it
 
 
@@ -39,6 +35,10 @@ class Library:
     threads: str  # SINGLE, FUNNELED, SERIALIZED or MULTIPLE
     large_counts: bool  # whether it takes a count over 2^31
     gpu_layer: bool  # whether Cray's libmpi_gtl_* is loaded
+
+    @property
+    def is_cray(self) -> bool:
+        return "CRAY MPICH" in self.version.upper()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,10 @@ from hpcllm.mpi.rank_names import name_ranks
 from hpcllm.preflight.facts import Allocation, Kind
 from hpcllm.system.hardware.sysfs import mask_text
 from hpcllm.system.slurm import nodes_text
+from hpcllm.system.text import counted
 
 Severity = Literal["breaks", "slow", "note"]
+Fault = tuple[Severity, str, Sequence[int] | None, str]  # a finding of nodes that are alike: places in them, None: all
 ORDER: tuple[Severity, ...] = ("breaks", "slow", "note")
 MOST_NODES, MOST_RUNS = 8, 3  # named in a line
 
@@ -78,7 +80,7 @@ def ranks_a_node(allocation: Allocation, ranks: int) -> str:
         "openmpi": f"mpirun --map-by ppr:{ranks}:node",
         "mpich": f"mpiexec -ppn {ranks}",
     }
-    few = f"start {ranks} rank{'s' if ranks != 1 else ''} a node"
+    few = f"start {counted(ranks, 'rank')} a node"
     if len(allocation.nodes) == 1 and allocation.launcher in ways and allocation.launcher != "slurm":
         command, option = ways[allocation.launcher].split(" ", 1)
         return f"{few}: {command} -n {ranks}, or on more nodes {option}"  # with one alone these put all ranks on it

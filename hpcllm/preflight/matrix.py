@@ -20,6 +20,7 @@ from hpcllm.preflight.findings import MOST_NODES, SLOW_SHARE, Finding, slow_ones
 from hpcllm.preflight.page import Measured
 from hpcllm.system import device
 from hpcllm.system.slurm import nodes_text
+from hpcllm.system.text import counted
 
 BUDGET_S = 2.0
 SIZES = {"cpu": 512, "cuda": 8192, "xpu": 8192}  # rows and columns; other devices as the CPU
@@ -79,12 +80,9 @@ def judge(speeds: Sequence[float], kind: str, allocation: Allocation) -> Measure
     if failed := [names[rank] for rank, speed in enumerate(speeds) if math.isnan(speed)]:
         where = nodes_text(failed, MOST_NODES)
         findings.append(Finding("breaks", "a matrix product failed", where, without(allocation, failed)))
-    return Measured("matrix products", _text(known, kind), {"gflop_s": [round(s, 3) for s in speeds]}, findings)
-
-
-def _text(known: Sequence[float], kind: str) -> str:
-    if not known:
-        return "none succeeded"
-    what = "fp32 on the cores of a rank" if kind == "cpu" else "bf16 on its device"
-    ranks = f"{len(known)} rank{'s' if len(known) > 1 else ''} at once"
-    return f"{statistics.median(known):.3g} GFLOP/s a rank ({min(known):.3g} to {max(known):.3g}), {what}, {ranks}"
+    text = "none succeeded"
+    if known:
+        what = "fp32 on the cores of a rank" if kind == "cpu" else "bf16 on its device"
+        rates = f"{statistics.median(known):.3g} GFLOP/s a rank ({min(known):.3g} to {max(known):.3g})"
+        text = f"{rates}, {what}, {counted(len(known), 'rank')} at once"
+    return Measured("matrix products", text, {"gflop_s": [round(s, 3) for s in speeds]}, findings)

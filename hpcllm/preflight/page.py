@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from hpcllm.preflight.findings import Finding
 from hpcllm.system.hardware.pci_devices import Nic
 from hpcllm.system.hardware.sysfs import list_text
 from hpcllm.system.slurm import nodes_text
-from hpcllm.system.text import printable, size_text
+from hpcllm.system.text import counted, printable, size_text, table
 
 WIDTH = 110
 BAD = ("breaks", "slow")
@@ -61,30 +61,25 @@ class Page:
         return not any(finding.severity in BAD for finding in self.findings)
 
     def lines(self) -> Iterator[str]:
-        yield from _title(self)
-        yield ""
-        yield from _rows(_software(self.allocation))
-        yield ""
-        yield from draw(self.allocation)
-        if self.measured:
-            yield ""
-            yield from _rows([(one.name, one.text) for one in self.measured])
-        if self.run:
-            yield ""
-            yield from _rows([("run file", self.run)])
-        for finding in self.findings:
-            yield ""
-            yield from _finding(finding)
-        yield ""
-        yield self.verdict()
+        ranks, nodes = counted(self.allocation.size, "rank"), counted(len(self.allocation.nodes), "node")
+        where = ", ".join(filter(None, [f"{ranks} on {nodes}", self.job]))
+        blocks: list[Iterable[str]] = [
+            [f"hpcllm preflight: {where} (took {self.took_s:.1f} s)"],
+            _rows(_software(self.allocation)),
+            draw(self.allocation),
+            _rows([(one.name, one.text) for one in self.measured]),
+            _rows([("run file", self.run)] if self.run else []),
+            *map(_finding, self.findings),
+            [self.verdict()],
+        ]
+        for number, block in enumerate(filter(None, map(list, blocks))):
+            yield from ["", *block] if number else block
 
     def verdict(self) -> str:
-        bad = [finding for finding in self.findings if finding.severity in BAD]
-        notes = len(self.findings) - len(bad)
-        also = f"; {notes} note{'s' if notes > 1 else ''}" if notes else ""
-        if not bad:
-            return f"fit to run{also}"
-        return f"not fit to run: {len(bad)} finding{'s' if len(bad) > 1 else ''} to fix first{also}"
+        bad = sum(finding.severity in BAD for finding in self.findings)
+        notes = len(self.findings) - bad
+        also = f"; {counted(notes, 'note')}" if notes else ""
+        return f"not fit to run: {counted(bad, 'finding')} to fix first{also}" if bad else f"fit to run{also}"
 
     def as_dict(self) -> dict[str, Any]:
         """{"fit", "ranks", "findings": [{severity, what, where, fix}], "nodes": [{name, ranks, kind, ...}],
@@ -120,12 +115,6 @@ def library_text(library: Library) -> str:
     return ", ".join(words)
 
 
-def _title(page: Page) -> Iterator[str]:
-    ranks, nodes = page.allocation.size, len(page.allocation.nodes)
-    where = f"{ranks} rank{'s' if ranks > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}"
-    yield f"hpcllm preflight: {', '.join(filter(None, [where, page.job]))} (took {page.took_s:.1f} s)"
-
-
 def _software(allocation: Allocation) -> list[tuple[str, str]]:
     first = allocation.first
     rows = [
@@ -139,7 +128,7 @@ def _software(allocation: Allocation) -> list[tuple[str, str]]:
 
 
 def _rows(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
-    width = max(len(name) for name, _ in rows)
+    width = max((len(name) for name, _ in rows), default=0)
     for name, text in rows:
         yield from textwrap.wrap(
             printable(text), WIDTH, initial_indent=f"{name:<{width}}  ", subsequent_indent=" " * (width + 2),
@@ -187,11 +176,11 @@ def _node(kind: Kind) -> Iterator[str]:
     memory = size_text(hardware.memory.usable_bytes)
     yield f"{nodes_text(kind.names, MOST_NAMES)}: {what}; {hardware.processor}, {physical} cores, {memory}"
     branches = [*_domains(kind)]
-    for index, (title, leaves) in enumerate(branches):
-        last = index == len(branches) - 1
-        yield f"{'`-' if last else '|-'} {title}"
-        for number, leaf in enumerate(leaves):
-            yield f"{'   ' if last else '|  '}{'`-' if number == len(leaves) - 1 else '|-'} {leaf}"
+    for title, leaves in branches:
+        fork, stem = ("|-", "|  ") if (title, leaves) != branches[-1] else ("`-", "   ")
+        yield f"{fork} {title}"
+        yield from (f"{stem}|- {leaf}" for leaf in leaves[:-1])
+        yield from (f"{stem}`- {leaf}" for leaf in leaves[-1:])
 
 
 def _domains(kind: Kind) -> Iterator[tuple[str, list[str]]]:
@@ -232,15 +221,14 @@ def _ranks(kind: Kind, places: list[int]) -> list[str]:
         (name_ranks([ranks[p] for p in group], 3), _cores(kind, group), *_device(facts[group[0]]))
         for group in alike.values()
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)] if rows else []
-    return ["   ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return table(rows[0], rows[1:], indent="", left=len(rows[0])) if rows else []
 
 
 def _cores(kind: Kind, group: list[int]) -> str:
     found = [kind.facts.ranks[place].cores for place in group]
     if len(set(found)) > 1:
         every = list_text(core for cores in found for core in cores)
-        return f"{len(found[0])} core{'s' if len(found[0]) > 1 else ''} each of {every}"
+        return f"{counted(len(found[0]), 'core')} each of {every}"
     together = "together " if len(group) > 1 else ""
     return f"{together}core{'s' if len(found[0]) > 1 else ''} {list_text(found[0])}"
 

@@ -14,7 +14,6 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpcllm.config.schema import Config
@@ -28,6 +27,7 @@ from hpcllm.plan.resolve import resolve
 from hpcllm.preflight.collect import Communicators
 from hpcllm.preflight.facts import Allocation, Node
 from hpcllm.preflight.findings import MOST_NODES, Finding
+from hpcllm.preflight.page import Measured
 from hpcllm.system.hardware.node import node_name
 from hpcllm.system.slurm import batch_job, nodes_text
 from hpcllm.system.text import size_text
@@ -37,32 +37,27 @@ WINDOW_BYTES = 4 << 20  # of small windows for messages of each kind, each rank
 STATE_BYTES = 8  # of AdamW in a checkpoint, each parameter; and 4 of a master where weights are of 16 bit
 
 
-@dataclass(frozen=True)
-class RunFindings:
-    text: str  # in a line
-    findings: list[Finding]
-
-
-def examine(config: Config, allocation: Allocation) -> RunFindings:
+def examine(config: Config, allocation: Allocation) -> Measured:
     """Check a run file against the allocation. Reads data.store's vocabulary, pipeline.file and the disk's free space.
 
     config: with the model that it starts from.
     """
     try:
         resolved = resolve(config, allocation.size)
-        config, schedule = resolved.config, resolved.schedule
-        places = _places(config, allocation.size)
+        config, schedule, mesh = resolved.config, resolved.schedule, resolved.config.mesh
+        sizes = {"dp": mesh.dp, "pp": mesh.pp, "tp": mesh.tp}
+        of_axes = [coordinates(rank, sizes, mesh.order) for rank in range(allocation.size)]
+        places = [(place["pp"], place["tp"]) for place in of_axes]
         memories = {place: predict(config, schedule, *place) for place in sorted(set(places))}
     except (MeshError, ScheduleError) as error:
         finding = Finding("breaks", f"the run file does not fit: {error}", f"{allocation.size} ranks", "see above")
-        return RunFindings("its layout does not fit", [finding])
+        return Measured("run file", "its layout does not fit", {}, [finding])
     of_ranks = [memories[place] for place in places]
     largest = max(memory.total for memory in memories.values())
-    mesh = config.mesh
     text = f"dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, {size_text(largest)} of tensors a rank at most (predicted)"
     findings = [*_memory(of_ranks, allocation), *_shared(config, of_ranks, places, allocation)]
     findings += [*_disk(config), *_requeue(config)]
-    return RunFindings(text, findings)
+    return Measured("run file", text, {}, findings)
 
 
 def unreadable(comms: Communicators, path: Path, what: str) -> list[Finding]:
@@ -99,13 +94,6 @@ def _told(comms: Communicators, what: str, fault: str, fix: str) -> list[Finding
         if found:
             by_fault.setdefault(found, []).append(name)
     return [Finding("breaks", f"{what}: {f}", nodes_text(names, MOST_NODES), fix) for f, names in by_fault.items()]
-
-
-def _places(config: Config, ranks: int) -> list[tuple[int, int]]:
-    """(pp, tp) of each rank."""
-    sizes = {"dp": config.mesh.dp, "pp": config.mesh.pp, "tp": config.mesh.tp}
-    found = (coordinates(rank, sizes, config.mesh.order) for rank in range(ranks))
-    return [(place["pp"], place["tp"]) for place in found]
 
 
 def _memory(of_ranks: list[RankMemory], allocation: Allocation) -> Iterator[Finding]:

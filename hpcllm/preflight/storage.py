@@ -20,6 +20,7 @@ from hpcllm.preflight.collect import Communicators
 from hpcllm.preflight.facts import Allocation
 from hpcllm.preflight.findings import Finding, slow_ones, without
 from hpcllm.preflight.page import Measured
+from hpcllm.system.text import counted
 
 PIECE_BYTES, MOST_PIECES = 4 << 20, 16
 BUDGET_S = 3.0
@@ -29,7 +30,14 @@ Row = tuple[int, float, float, str]  # bytes, seconds to write, seconds to read,
 
 def measure(comms: Communicators, folder: Path, allocation: Allocation | None) -> Measured | None:
     """The result, on rank 0; leaves nothing behind. Collective over comms.world. Raises StallError, CollectiveError."""
-    inside, fault = on_root(comms.world, lambda: _folder_in(folder))
+
+    def new_folder() -> tuple[Path | None, str]:
+        try:
+            return Path(tempfile.mkdtemp(prefix=".hpcllm-preflight-", dir=folder)), ""
+        except OSError as error:
+            return None, f"{error.strerror}"
+
+    inside, fault = on_root(comms.world, new_folder)
     if not inside:
         return judge([(0, 0.0, 0.0, fault)] * len(allocation.nodes), folder, allocation) if allocation else None
     try:
@@ -38,14 +46,6 @@ def measure(comms: Communicators, folder: Path, allocation: Allocation | None) -
         if comms.world.rank == 0:
             shutil.rmtree(inside, ignore_errors=True)
     return judge(rows, folder, allocation) if allocation else None
-
-
-def _folder_in(folder: Path) -> tuple[Path | None, str]:
-    """A new one, or why there is none."""
-    try:
-        return Path(tempfile.mkdtemp(prefix=".hpcllm-preflight-", dir=folder)), ""
-    except OSError as error:
-        return None, f"{error.strerror}"
 
 
 def judge(rows: Sequence[Row], folder: Path, allocation: Allocation) -> Measured:
@@ -70,7 +70,7 @@ def judge(rows: Sequence[Row], folder: Path, allocation: Allocation) -> Measured
     cut = any(size < PIECE_BYTES * MOST_PIECES for size, _, _, _ in good)
     known = [speed for speed in speeds if not math.isnan(speed)]
     text = (
-        f"{write:.3g} GB/s written and {read:.3g} GB/s read by {len(good)} node{'s' if len(good) > 1 else ''} together "
+        f"{write:.3g} GB/s written and {read:.3g} GB/s read by {counted(len(good), 'node')} together "
         f"(slowest node {min(known):.3g} GB/s), in {folder}{f'; cut off after {BUDGET_S:g} s' if cut else ''}"
     )
     facts = {"write_gb_s": write, "read_gb_s": read, "slowest_node_gb_s": min(known), "bytes": total, "cut": cut}

@@ -36,6 +36,11 @@ def binary_size_text(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def counted(count: int, word: str) -> str:
+    """'1 rank', '3 ranks'."""
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
 def percent(share: float, decimals: int = 1) -> str:
     """'12.5 %' for 0.125."""
     return f"{100 * share:.{decimals}f} %"
@@ -50,9 +55,13 @@ def table(
     than the head ends in a sentence for the reader, which widens no column.
     """
     whole = [row for row in (head, *rows) if len(row) == len(head)]
-    widths = [max(len(row[k]) for row in whole) for k in range(len(head))]
+    widths = [max(map(len, column)) * (-1 if k < left else 1) for k, column in enumerate(zip(*whole, strict=True))]
+    return [indent + aligned(row, widths, gap) for row in (head, *rows)]
 
-    def cell(text: str, k: int) -> str:
-        return f"{text:<{widths[k]}}" if k < left else f"{text:>{widths[k]}}"
 
-    return [indent + gap.join(cell(text, k) for k, text in enumerate(row)).rstrip() for row in (head, *rows)]
+def aligned(cells: Sequence[str], widths: Sequence[int], gap: str = "  ") -> str:
+    """One line of a table whose rows are not all known yet. widths: negative where a column is aligned to the left."""
+    padded = (
+        f"{text:<{-width}}" if width < 0 else f"{text:>{width}}" for text, width in zip(cells, widths, strict=False)
+    )
+    return gap.join(padded).rstrip()

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from hpcllm.cli import preflight as command
 from hpcllm.errors import ConfigError, HpcllmError
 from hpcllm.mpi.wait import Waits
-from hpcllm.preflight import collect, examination, facts, start
+from hpcllm.preflight import collect, examination, facts
 from hpcllm.preflight.collect import open_communicators
 from hpcllm.preflight.findings import Finding
 
@@ -124,14 +124,14 @@ def test_a_wrong_run_file_is_the_user_s_error(comm, capsys, shared_path):
     with pytest.raises(ConfigError, match="--set without a run file"):
         preflight(comm, capsys, sets=("mesh.dp=2",))
     with pytest.raises(ConfigError, match="is 'gpu', but"):
-        start.start(comm, "gpu", 30.0)
+        examination.start(comm, "gpu", 30.0)
 
 
 @pytest.mark.parallel(SIZES)
 def test_facts_of_ranks_that_differ_come_apart_on_rank_0_alone(comm):
     comms = open_communicators(comm, Waits(30.0))
-    mine = start.facts_of_all(comms, "cpu")
-    allocation = start.find_allocation(comms, mine)
+    mine = collect.facts_of_all(comms, "cpu")
+    allocation = collect.find_allocation(comms, mine)
     assert (allocation is None) == (comm.rank > 0)
     if allocation:
         assert allocation.size == comm.size
@@ -143,15 +143,15 @@ def test_facts_of_ranks_that_differ_come_apart_on_rank_0_alone(comm):
 @pytest.mark.parallel(SIZES)
 def test_the_start_of_a_run_says_slow_in_a_line_and_refuses_what_breaks(comm, capsys, monkeypatch):
     findings = [Finding("slow", "one thing", "rank 0", "fix it"), Finding("note", "a note", "rank 0", "")]
-    monkeypatch.setattr(start, "check", lambda _: findings)
+    monkeypatch.setattr(examination, "check", lambda _: findings)
     before = os.sched_getaffinity(0)
-    start.start(comm, "cpu", 30.0)
+    examination.start(comm, "cpu", 30.0)
     os.sched_setaffinity(0, before)
     said = capsys.readouterr().err
     assert said == ("hpcllm: preflight: one thing (rank 0); fix it\n" if comm.rank == 0 else "")
     findings.append(Finding("breaks", "the worst", "rank 0", "stop"))
     with pytest.raises(HpcllmError, match="not fit to run: the worst") as caught:
-        start.start(comm, "cpu", 30.0)
+        examination.start(comm, "cpu", 30.0)
     assert caught.value.exit_code == 1
     assert caught.value.everywhere
 
