@@ -31,6 +31,13 @@ def pytest_configure(config: pytest.Config) -> None:
         pretend.start(open_=MODE == "open")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files without any test of this group are not even imported, which all ranks would do at once."""
+    marker = "mark.pretend" if MODE else "mark.parallel" if config.getoption("markexpr").startswith("parallel") else ""
+    is_tests = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if is_tests and marker not in collection_path.read_text(encoding="utf-8") else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of the device run where there is one, and all others where there is none."""
     kept = [item for item in items if _is_for(item.get_closest_marker("pretend"))]

@@ -133,8 +133,9 @@ pipeline = {{microbatches = 4}}
 communication = {{algorithm = "ring"}}
 checkpoint = {{every_steps = 0}}
 log = {{every_steps = 1, tensorboard = false}}
-limits = {{stall_s = 3}}
+limits = {{stall_s = {limit_s}}}
 """
+TRAINING_STALL_S = 5
 
 
 def end_of_training(
@@ -145,7 +146,7 @@ def end_of_training(
     flags: of the launcher.
     """
     name = f"{pp} {victim} {number.name}"
-    (folder / "run.toml").write_text(RUN.format(folder=folder, name=name, pp=pp))
+    (folder / "run.toml").write_text(RUN.format(folder=folder, name=name, pp=pp, limit_s=TRAINING_STALL_S))
     start_job, *ranks = launcher(4)
     command = [start_job, *flags, *ranks, sys.executable, "-m", "hpcllm", "train", str(folder / "run.toml")]
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -169,13 +170,14 @@ def test_a_rank_that_stops_in_training_is_named_within_the_limit(folder, pp, vic
     assert output.count("ends the job") == 1
     where = line.partition(": ")[2]
     assert f"rank {victim} ({where}) has not answered; 3 ranks wait for it" in output
-    assert seconds < 3 + watchdog.GRACE_S + 2
+    assert seconds < TRAINING_STALL_S + watchdog.GRACE_S + 2
 
 
 def test_a_rank_that_is_killed_in_training_is_named_by_us_or_by_the_launcher(folder):
-    """MPICH's launcher by itself ends the job at once and names any of the processes that it then kills."""
+    """MPICH's launcher is asked to leave the other ranks alone; where it ends them at once, it has to say why."""
     flags = ("-disable-auto-cleanup",) if MPI.get_vendor()[0] == "MPICH" else ()
     code, output, seconds, _ = end_of_training(folder, 4, 2, signal.SIGKILL, flags)
     assert code not in (0, None)
-    assert re.search(r"rank 2\b", output, re.IGNORECASE)
-    assert seconds < 3 + watchdog.GRACE_S + 2
+    ended_at_once = bool(flags) and seconds < TRAINING_STALL_S
+    assert re.search(r"rank 2\b|\(signal 9\)" if ended_at_once else r"rank 2\b", output, re.IGNORECASE)
+    assert seconds < TRAINING_STALL_S + watchdog.GRACE_S + 2
