@@ -38,6 +38,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if is_tests and marker not in collection_path.read_text(encoding="utf-8") else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of the device run where there is one, and all others where there is none."""
     kept = [item for item in items if _is_for(item.get_closest_marker("pretend"))]
@@ -45,6 +46,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
     for item in items if MODE and pretend.why_not() else ():
         item.add_marker(pytest.mark.skip(reason=pretend.why_not()))
+    if config.getoption("numprocesses", None):
+        _share_out(items)
+
+
+def _share_out(items: list[pytest.Item]) -> None:
+    """Give files whose tests start processes to one worker, in their order and first; other files to whoever is free.
+
+    So a job of several ranks never runs beside another, and one slow file at the end keeps nobody waiting.
+    """
+    starts = {path: "subprocess" in path.read_text(encoding="utf-8") for path in {item.path for item in items}}
+    items.sort(key=lambda item: not starts[item.path])
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("processes" if starts[item.path] else str(item.path)))
 
 
 def _is_for(marker: pytest.Mark | None) -> bool:

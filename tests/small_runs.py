@@ -30,14 +30,20 @@ def store() -> Path:
     folder = Path(world.bcast(tempfile.mkdtemp(prefix="hpcllm test ") if world.rank == 0 else None))
     if world.rank == 0:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return make_store(folder, world)
+
+
+def make_store(folder: Path, comm: MPI.Intracomm, documents: int = 20, vocabulary: int = 290) -> Path:
+    """A token store in a folder that all ranks see, with documents of a few words in random order. Collective."""
+    if comm.rank == 0:
         generator = np.random.default_rng(0)
         words = ["alpha", "beta", "gamma", "delta", "sum", "of", "ranks", "the", "\n"]
-        for i in range(20):
+        for i in range(documents):
             text = " ".join(generator.choice(words, 400))
             (folder / f"{i}.txt").write_text(f"document {i} {text}")
-    world.Barrier()
+    comm.Barrier()
     output = folder / "store.h5"
-    prepare(PrepareOptions(inputs=(folder,), output=output, vocabulary=290, validation_fraction=0.2), world)
+    prepare(PrepareOptions(inputs=(folder,), output=output, vocabulary=vocabulary, validation_fraction=0.2), comm)
     return output
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from small_runs import make_store
 
 from hpcllm.checkpoint.archive import compress
 from hpcllm.checkpoint.folder import newest_first
@@ -19,7 +20,6 @@ from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.config import schema as configs
 from hpcllm.config.policies import POLICIES
 from hpcllm.config.schema import Config
-from hpcllm.data.prepare import PrepareOptions, prepare
 from hpcllm.errors import ConfigError, DataError, MeshError, NonFiniteError, ReplicaError, ScheduleError
 from hpcllm.optim.buckets import GradientBuckets
 from hpcllm.pipeline.measured import read_trace
@@ -38,17 +38,7 @@ STEPS = 20
 
 @pytest.fixture
 def store(comm, shared_path) -> Path:
-    """A small corpus with something to learn in it."""
-    if comm.rank == 0:
-        generator = np.random.default_rng(0)
-        words = ["alpha", "beta", "gamma", "delta", "sum", "of", "ranks", "the", "\n"]
-        for i in range(40):
-            text = " ".join(generator.choice(words, 400))
-            (shared_path / f"{i}.txt").write_text(f"document {i} {text}")
-    comm.Barrier()
-    output = shared_path / "store.h5"
-    prepare(PrepareOptions(inputs=(shared_path,), output=output, vocabulary=300, validation_fraction=0.2), comm)
-    return output
+    return make_store(shared_path, comm, documents=40, vocabulary=300)
 
 
 def run_config(store: Path, wiring: str = "gpt2", **tables) -> Config:
@@ -108,6 +98,7 @@ def test_every_layout_trains_the_same_model(comm, store, wiring):
             got = train(config, comm)
             np.testing.assert_allclose(logged(config, "loss"), logged(reference, "loss"), rtol=1e-5)
             np.testing.assert_allclose(logged(config, "grad_norm"), logged(reference, "grad_norm"), rtol=1e-4)
+            assert logged(config, "samples") == logged(reference, "samples")
             assert got.validation.samples == want.validation.samples
             np.testing.assert_allclose(got.validation.bits_per_byte, want.validation.bits_per_byte, rtol=1e-5)
     assert logged(reference, "loss")[-1] < 0.9 * logged(reference, "loss")[0]  # there was something to agree on
