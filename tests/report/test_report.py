@@ -148,9 +148,9 @@ def test_a_long_log_is_thinned_and_keeps_what_is_rare(tmp_path):
     assert history.logged == len(history.loss[0]) == lines + 10
     assert history.last["step"] == 100 + lines
     assert len(history.checkpoints) + len(history.starts) + len(history.ends) + len(history.validations) == 3
-    start = time.perf_counter()
+    start = time.process_time()
     page_of(folder)
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
 
 
 @given(st.lists(st.floats(), min_size=1, max_size=200), st.integers(1, 50))
