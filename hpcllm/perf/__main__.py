@@ -9,22 +9,38 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from hpcllm.errors import ConfigError, HpcllmError
+from hpcllm.perf.arguments import (
+    add_codec_arguments,
+    add_collective_arguments,
+    add_p2p_arguments,
+    add_plot_arguments,
+    add_step_arguments,
+    add_tune_arguments,
+    options_of,
+)
+from hpcllm.perf.picture import draw
+from hpcllm.perf.records import check_writable, markdown, read_json
+from hpcllm.system.affinity import set_affinity_of_job
 from hpcllm.system.job import StopSignals, run_job, run_with_or_without_mpi
 
-COLLECTIVE = ("collective", "add_collective_arguments")
-COMMANDS = {  # name: (help, (module that runs it, function that adds its options))
-    "allreduce": ("time the sum of every rank's array on every rank", COLLECTIVE),
-    "reduce_scatter": ("time the sum of every rank's array, each rank its part", COLLECTIVE),
-    "allgather": ("time every rank's part on every rank", COLLECTIVE),
-    "alltoall": ("time another block from every rank to every rank", COLLECTIVE),
-    "broadcast": ("time one rank's array on every rank", COLLECTIVE),
-    "p2p": ("time messages between two ranks", ("p2p", "add_p2p_arguments")),
-    "codec": ("time encode and decode in one process", ("codec", "add_codec_arguments")),
-    "step": ("time training steps", ("step", "add_step_arguments")),
-    "tune": ("measure this allocation for `auto`", ("tune", "add_tune_arguments")),
-    "plot": ("draw saved records, or print them as Markdown", ("", "add_plot_arguments")),
+COMMANDS = {  # name: (module that runs it, function that adds its options, help)
+    "allreduce": ("collective", add_collective_arguments, "time the sum of every rank's array on every rank"),
+    "reduce_scatter": (
+        "collective",
+        add_collective_arguments,
+        "time the sum of every rank's array, each rank its part",
+    ),
+    "allgather": ("collective", add_collective_arguments, "time every rank's part on every rank"),
+    "alltoall": ("collective", add_collective_arguments, "time another block from every rank to every rank"),
+    "broadcast": ("collective", add_collective_arguments, "time one rank's array on every rank"),
+    "p2p": ("p2p", add_p2p_arguments, "time messages between two ranks"),
+    "codec": ("codec", add_codec_arguments, "time encode and decode in one process"),
+    "step": ("step", add_step_arguments, "time training steps"),
+    "tune": ("tune", add_tune_arguments, "measure this allocation for `auto`"),
+    "plot": ("", add_plot_arguments, "draw saved records, or print them as Markdown"),
 }
 
 
@@ -45,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse_and_run(words: list[str]) -> int:
     try:
-        arguments = _parser(words[0] if words else "").parse_args(words)
+        arguments = _parser().parse_args(words)
     except ConfigError as error:
         rejected = error
 
@@ -58,30 +74,23 @@ def _parse_and_run(words: list[str]) -> int:
     return (_step_or_tune if arguments.command in ("step", "tune") else _measure)(arguments)
 
 
-def _parser(command: str) -> argparse.ArgumentParser:
-    """Parser of all commands; only the requested one gets its options, as they bring modules."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hpcllm.perf",
         description="Measure the collectives, codecs and links of this allocation.",
         epilog="In a batch job: srun python -m hpcllm.perf allreduce --json allreduce.json --plot allreduce.png",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
-    for name, (summary, (_, add_options)) in COMMANDS.items():
-        own = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
-        if name == command:
-            getattr(import_module("hpcllm.perf.arguments"), add_options)(own)
+    for name, (_, add_options, summary) in COMMANDS.items():
+        add_options(commands.add_parser(name, help=summary, description=f"{summary.capitalize()}."))
     return parser
 
 
 def _measure(arguments: argparse.Namespace) -> int:
-    from hpcllm.perf.arguments import options_of
-    from hpcllm.system.affinity import set_affinity_of_job
-
     def job(world) -> int:  # type: ignore[no-untyped-def]
         options = options_of(arguments)
         set_affinity_of_job(world)
-        module = import_module(f"hpcllm.perf.{COMMANDS[arguments.command][1][0]}")
-        code: int = module.run(arguments.command, options, world, lambda: bool(signals.received))
+        code: int = _module(arguments).run(arguments.command, options, world, lambda: bool(signals.received))
         if signals.received and world.rank == 0:
             print(f"hpcllm: stopped by {signals.received}; what is above was measured", file=sys.stderr)
         return code
@@ -94,23 +103,21 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 def _step_or_tune(arguments: argparse.Namespace) -> int:
-    from hpcllm.system.affinity import set_affinity_of_job
-
-    module = import_module(f"hpcllm.perf.{COMMANDS[arguments.command][1][0]}")
-
     def job(world) -> int:  # type: ignore[no-untyped-def]
         set_affinity_of_job(world)
-        code: int = module.run(arguments, world)
+        code: int = _module(arguments).run(arguments, world)
         return code
 
     return run_job(job)
 
 
+def _module(arguments: argparse.Namespace) -> Any:
+    """Module of a command, which loads torch: imported when the command is known to be run."""
+    return import_module(f"hpcllm.perf.{COMMANDS[arguments.command][0]}")
+
+
 def _plot(arguments: argparse.Namespace) -> int:
     """Draw or print saved records, without MPI: on a login node, too."""
-    from hpcllm.perf.picture import draw
-    from hpcllm.perf.records import check_writable, markdown, read_json
-
     if not arguments.output and not arguments.markdown:
         raise ConfigError("plot: nothing to do; valid: -o PICTURE.png, --markdown, or both")
     check_writable(arguments.output)

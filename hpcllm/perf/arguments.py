@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 from hpcllm.codecs.names import examples, parse_name
@@ -66,20 +67,10 @@ def options_of(arguments: argparse.Namespace) -> Options:
 def add_p2p_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of p2p, which the collectives take too."""
     _add_common(parser, sizes="1K:64M", codecs="raw")
-    parser.add_argument(
-        "--bandwidth",
-        metavar="GB/S",
-        type=bandwidth,
-        dest="bandwidth_gb_s",
-        help="of the link, for the bound; default: measured first",
-    )
-    parser.add_argument(
-        "--gpu-aware",
-        metavar="auto|yes|no",
-        type=one_of("gpu-aware", ("auto", "yes", "no")),
-        default="auto",
-        help="gpu: may MPI read the device's memory; auto: tried out (default: auto)",
-    )
+    what = "of the link, for the bound; default: measured first"
+    parser.add_argument("--bandwidth", metavar="GB/S", type=bandwidth, dest="bandwidth_gb_s", help=what)
+    what = "gpu: may MPI read the device's memory; auto: tried out (default: auto)"
+    _add_choice(parser, "gpu-aware", ("auto", "yes", "no"), what)
 
 
 def add_codec_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,49 +82,27 @@ def add_collective_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of allreduce, reduce_scatter, allgather, alltoall and broadcast."""
     add_p2p_arguments(parser)
     parser.epilog = SIZES_ARE
-    parser.add_argument(
-        "--algorithms",
-        metavar="LIST",
-        type=names("algorithms"),
-        default=(),
-        help="names with commas, or all; mpi is the library's bare blocking call, native ours to the library",
-    )
-    parser.add_argument(
-        "--memory",
-        metavar="private|shared",
-        type=one_of("memory", ("private", "shared")),
-        default="private",
-        help="shared: arrays in the node's shared memory, as the trainer holds its gradients (default: private)",
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="compare every value with a float64 sum; exit code 1 if off"
-    )
-    parser.add_argument(
-        "--tuning", metavar="FILE", type=Path, help="tuning.toml for the algorithm auto, from the command tune"
-    )
+    what = "names with commas, or all; mpi is the library's bare blocking call, native ours to the library"
+    parser.add_argument("--algorithms", metavar="LIST", type=names("algorithms"), default=(), help=what)
+    what = "shared: arrays in the node's shared memory, as the trainer holds its gradients (default: private)"
+    _add_choice(parser, "memory", ("private", "shared"), what)
+    what = "compare every value with a float64 sum; exit code 1 if off"
+    parser.add_argument("--check", action="store_true", help=what)
+    what = "tuning.toml for the algorithm auto, from the command tune"
+    parser.add_argument("--tuning", metavar="FILE", type=Path, help=what)
 
 
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of step."""
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN.toml", help="a run file, as for `hpcllm train`")
-    parser.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="measure kernels and links for `python -m hpcllm plan --calibrate FILE` instead, with no run file",
-    )
-    parser.add_argument(
-        "--precisions", default="", metavar="LIST", help="with --calibrate: of fp32, bf16, fp16 (default: by device)"
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override a key, as for train"
-    )
-    parser.add_argument(
-        "--policies",
-        type=names("policies", POLICIES),
-        default="none,hpcllm",
-        metavar="LIST",
-        help=f"with commas, of {', '.join(POLICIES)}",
-    )
+    what = "measure kernels and links for `python -m hpcllm plan --calibrate FILE` instead, with no run file"
+    parser.add_argument("--calibrate", action="store_true", help=what)
+    what = "with --calibrate: of fp32, bf16, fp16 (default: by device)"
+    parser.add_argument("--precisions", default="", metavar="LIST", help=what)
+    what = "override a key, as for train"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=what)
+    of, what = names("policies", POLICIES), f"with commas, of {', '.join(POLICIES)}"
+    parser.add_argument("--policies", type=of, default="none,hpcllm", metavar="LIST", help=what)
     _add_count(parser, "steps", "timed steps of each policy (default: 10)", default=10, least=1)
     _add_count(parser, "warmup", "steps before them (default: 2)", default=2)
     _add_json(parser)
@@ -146,71 +115,51 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
         "and --tuning read, then time what would be chosen beside all else."
     )
     parser.add_argument("--output", type=Path, default=Path("tuning.toml"), metavar="FILE", help="default: tuning.toml")
-    parser.add_argument(
-        "--codecs",
-        type=codec_names,
-        default=TUNE_CODECS,
-        metavar="LIST",
-        help=f"requested in the table, beside raw (default: {TUNE_CODECS})",
-    )
-    parser.add_argument(
-        "--sizes",
-        type=lambda text: parse_sizes(text, VALUE_BYTES["float32"]),
-        default=TUNE_SIZES,
-        metavar="A:B",
-        help=f"of whole arrays, 1K:256M or a list (default: {TUNE_SIZES})",
-    )
-    parser.add_argument(
-        "--operations",
-        type=names("operations", COSTS),
-        default=",".join(COSTS),
-        metavar="LIST",
-        help="default: all five",
-    )
+    what = f"requested in the table, beside raw (default: {TUNE_CODECS})"
+    parser.add_argument("--codecs", type=codec_names, default=TUNE_CODECS, metavar="LIST", help=what)
+    read, what = partial(parse_sizes, value_bytes=4), f"of whole arrays, 1K:256M or a list (default: {TUNE_SIZES})"
+    parser.add_argument("--sizes", type=read, default=TUNE_SIZES, metavar="A:B", help=what)
+    of = names("operations", COSTS)
+    parser.add_argument("--operations", type=of, default=",".join(COSTS), metavar="LIST", help="default: all five")
     parser.add_argument("--rates-only", action="store_true", help="write the file and time no collectives")
     parser.add_argument("--json", action="store_true", help="print the table as JSON, and nothing else")
 
 
 def add_plot_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of plot."""
-    parser.add_argument(
-        "files", nargs="+", type=Path, metavar="RECORDS.json", help="what --json wrote, of one or several runs"
-    )
+    what = "what --json wrote, of one or several runs"
+    parser.add_argument("files", nargs="+", type=Path, metavar="RECORDS.json", help=what)
     parser.add_argument("-o", "--output", type=picture_path, metavar="FILE", help="the picture: .png or .svg")
     parser.add_argument("--markdown", action="store_true", help="print the records as Markdown tables")
 
 
 def _add_common(parser: argparse.ArgumentParser, sizes: str, codecs: str) -> None:
-    parser.add_argument(
-        "--sizes",
-        metavar="A:B",
-        type=parse_sizes,
-        default=sizes,
-        help=f"1K:256M, powers of two between, or a list 64K,1M; K, M, G are powers of 1024 (default: {sizes})",
-    )
-    parser.add_argument(
-        "--codecs", metavar="LIST", type=codec_names, default=codecs, help=f"names with commas (default: {codecs})"
-    )
-    parser.add_argument(
-        "--dtype",
-        type=one_of("dtype", VALUE_BYTES),
-        default="float32",
-        metavar="NAME",
-        help="float32 (default), bfloat16 or float16",
-    )
+    what = f"1K:256M, powers of two between, or a list 64K,1M; K, M, G are powers of 1024 (default: {sizes})"
+    parser.add_argument("--sizes", metavar="A:B", type=parse_sizes, default=sizes, help=what)
+    what = f"names with commas (default: {codecs})"
+    parser.add_argument("--codecs", metavar="LIST", type=codec_names, default=codecs, help=what)
+    _add_choice(parser, "dtype", tuple(VALUE_BYTES), "float32 (default), bfloat16 or float16", metavar="NAME")
     _add_count(parser, "iterations", "timed ones of each case (default: by size)", default=0)
     _add_count(parser, "warmup", "iterations before the timed ones (default: 2)", default=2)
     _add_json(parser)
-    parser.add_argument(
-        "--plot", metavar="FILE", type=picture_path, help="draw them: .png or .svg (needs the extra `plot`)"
-    )
-    parser.add_argument(
-        "--device",
-        metavar="cpu|gpu",
-        type=one_of("device", ("cpu", "gpu")),
-        default="cpu",
-        help="where the arrays live; gpu: one device a rank, of CUDA, ROCm or XPU (default: cpu)",
-    )
+    what = "draw them: .png or .svg (needs the extra `plot`)"
+    parser.add_argument("--plot", metavar="FILE", type=picture_path, help=what)
+    what = "where the arrays live; gpu: one device a rank, of CUDA, ROCm or XPU (default: cpu)"
+    _add_choice(parser, "device", ("cpu", "gpu"), what)
+
+
+def _add_choice(
+    parser: argparse.ArgumentParser, key: str, valid: Sequence[str], help_text: str, metavar: str = ""
+) -> None:
+    """Add an option with one of the valid names; the first is the default."""
+
+    def choice(text: str) -> str:  # argparse's own `choices` would say a mistake once a rank
+        if text not in valid:
+            raise ConfigError(f"--{key} {text!r} is unknown; valid: {', '.join(valid)}")
+        return text
+
+    of = metavar or "|".join(valid)
+    parser.add_argument(f"--{key}", metavar=of, type=choice, default=valid[0], help=help_text)
 
 
 def _add_count(parser: argparse.ArgumentParser, key: str, help_text: str, default: int, least: int = 0) -> None:
@@ -238,17 +187,6 @@ def names(key: str, valid: Collection[str] = ()) -> Callable[[str], tuple[str, .
             if valid and name not in valid:
                 raise ConfigError(f"--{key} {name!r} is unknown; valid: {', '.join(valid)}")
         return found
-
-    return parse
-
-
-def one_of(key: str, valid: Collection[str]) -> Callable[[str], str]:
-    """A type= function: one of the valid names. (`choices` would say a mistake once a rank.)"""
-
-    def parse(text: str) -> str:
-        if text not in valid:
-            raise ConfigError(f"--{key} {text!r} is unknown; valid: {', '.join(valid)}")
-        return text
 
     return parse
 
@@ -285,8 +223,12 @@ def parse_sizes(text: str, value_bytes: int = 1) -> tuple[int, ...]:
     """'1K:1M,3M' -> ascending bytes, each once, each a whole number of values. Raises ConfigError."""
     sizes: set[int] = set()
     for part in names("sizes")(text):
-        first, colon, last = part.partition(":")
-        sizes.update(_doublings(part, parse_size(first), parse_size(last)) if colon else [parse_size(first)])
+        start, colon, end = part.partition(":")
+        first, last = parse_size(start), parse_size(end if colon else start)
+        if last < first:
+            raise ConfigError(f"--sizes {part!r}: the first is above the last; valid: 1K:64M")
+        sizes.update(first << k for k in range((last // first).bit_length()))
+        sizes.add(last)  # where doubling does not meet it
     found = tuple(sorted(sizes))
     check_sizes(found, value_bytes)
     return found
@@ -297,10 +239,3 @@ def check_sizes(sizes: Iterable[int], value_bytes: int) -> None:
     odd = [size for size in sizes if size % value_bytes]
     if odd:
         raise ConfigError(f"--sizes: {odd[0]} bytes are no whole number of values of {value_bytes} bytes")
-
-
-def _doublings(text: str, first: int, last: int) -> Iterable[int]:
-    """first, 2 first, 4 first ... up to last; last too where doubling does not meet it."""
-    if last < first:
-        raise ConfigError(f"--sizes {text!r}: the first is above the last; valid: 1K:64M")
-    return [*(first << k for k in range((last // first).bit_length())), last]

@@ -25,6 +25,7 @@ from hpcllm.collectives.group import Group
 from hpcllm.collectives.window import free_shared, shared_zeros
 from hpcllm.mpi import buffers
 from hpcllm.mpi.message_memory import mpi_reads_devices
+from hpcllm.perf.timing import Case
 from hpcllm.perf.values import pattern, unroll
 from hpcllm.system.device import synchronize
 
@@ -74,13 +75,17 @@ class Arrays:
         """A call without arguments. Raises ValueError if there is none, at the latest when it is called."""
         if algorithm == LIBRARY:
             return library_call(self.operation, self.x, self.out, codec, self.group.comm)
-        name = codec.name  # as users call it
-        if self.operation == "allreduce":
-            return lambda: operations.allreduce(self.x, self.group, name, algorithm)
-        if self.operation == "broadcast":
-            return lambda: operations.broadcast(self.x, self.group, 0, name, algorithm)
-        door = getattr(operations, self.operation)
-        return lambda: door(self.x, self.group, name, algorithm, self.out)
+        return collective_call(self.operation, self.x, self.out, self.group, codec.name, algorithm)
+
+    def case(self, algorithm: str, codec: Codec) -> Case:
+        """A call to be timed until the device is done, with fresh data each time. Raises ValueError as `call`."""
+        call = self.call(algorithm, codec)
+
+        def timed() -> None:
+            call()
+            self.arrive()
+
+        return Case(timed, self.refresh)
 
     def arrive(self) -> None:
         """Return when the device has done what it was told."""
@@ -95,6 +100,18 @@ class Arrays:
 
     def _zeros(self, n: int, dtype: torch.dtype) -> torch.Tensor:
         return shared_zeros(n, self.group, dtype) if self.shared else torch.zeros(n, dtype=dtype, device=self.device)
+
+
+def collective_call(
+    operation: str, x: torch.Tensor, out: torch.Tensor, group: Group, codec: str = "raw", algorithm: str = "auto"
+) -> Callable[[], object]:
+    """A call of ours without arguments, as users make it."""
+    if operation == "allreduce":
+        return lambda: operations.allreduce(x, group, codec, algorithm)
+    if operation == "broadcast":
+        return lambda: operations.broadcast(x, group, 0, codec, algorithm)
+    door = getattr(operations, operation)
+    return lambda: door(x, group, codec, algorithm, out)
 
 
 def library_call(

@@ -24,12 +24,13 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpcllm.collectives import allgather, allreduce, chunk_range, group_of, reduce_scatter, shared_zeros
+from hpcllm.collectives import chunk_range, group_of, shared_zeros
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.measure import measure
 from hpcllm.collectives.tuning import Tuning, to_text
 from hpcllm.errors import ConfigError
 from hpcllm.mpi.collective_errors import on_root
+from hpcllm.perf.arrays import collective_call
 from hpcllm.perf.kernels import CPU, DEVICE, Bench, Extent, measured_kernels
 from hpcllm.perf.records import check_writable, write_whole
 from hpcllm.perf.session import library_name
@@ -106,13 +107,8 @@ def _maker(name: str, memory: torch.Tensor, n: int, group: Group) -> Callable[[]
     def make() -> Callable[[], object]:
         place = next(places) * n
         x = memory[place : place + n]
-        own = x[start:end].clone()
-        calls: dict[str, Callable[[], object]] = {
-            "allreduce": lambda: allreduce(x, group),
-            "reduce_scatter": lambda: reduce_scatter(x, group, out=own),
-            "allgather": lambda: allgather(x[start:end], group, out=x),
-        }
-        return calls[name]
+        own = x[start:end]
+        return collective_call(name, *((own, x) if name == "allgather" else (x, own.clone())), group)
 
     return make
 

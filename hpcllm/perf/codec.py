@@ -22,8 +22,8 @@ from hpcllm.collectives import group_of
 from hpcllm.errors import ConfigError
 from hpcllm.perf.arguments import VALUE_BYTES, Options
 from hpcllm.perf.records import Record, finite
-from hpcllm.perf.session import VALUE_TYPES, Report, check_memory, facts, find_device, library_name
-from hpcllm.perf.timing import Case, Seconds, in_turns, meet
+from hpcllm.perf.session import VALUE_TYPES, Report, check_memory, facts, find_device, record_of
+from hpcllm.perf.timing import Case, in_turns, meet
 from hpcllm.perf.values import distance, expected, pattern, unroll
 from hpcllm.system.device import synchronize
 
@@ -67,26 +67,30 @@ def _measure(
     values, records = torch.empty(n, dtype=dtype), []
     unroll(pattern(0, dtype), 0, values)
     values = values.to(device)
-    jobs = make_jobs(values, torch.empty_like(values), _codecs(options, device))
-    cases = [Case(_nothing, partial(_run, job, device)) for job in jobs]
+    try:
+        codecs = [find_codec(name, dtype, device.type) for name in options.codecs]
+    except ValueError as error:
+        raise ConfigError(f"--codecs: {error}") from error
+    jobs = make_jobs(values, torch.empty_like(values), codecs)
+
+    def run(job: Job) -> None:  # leaves its input as it is
+        job.run()
+        synchronize(device)
+
+    cases = [Case(partial(run, job)) for job in jobs]
     for count in threads:  # not in turns: a change of the number makes OpenMP start threads anew
         torch.set_num_threads(count)
         timed = in_turns(MPI.COMM_SELF, cases, options.rounds(size_bytes), options.warmup, stopping)
-        rows = zip(jobs, timed, strict=False)  # nothing was timed if a signal came at once
-        records += [_record(options, size_bytes, count, *row, jobs[0].moved_bytes / timed[0].median) for row in rows]
+        for job, seconds in zip(jobs, timed, strict=False):  # nothing was timed if a signal came at once
+            moved_gb_s = job.moved_bytes / seconds.median / 1e9
+            memcpy_gb_s = jobs[0].moved_bytes / timed[0].median / 1e9
+            record = record_of(
+                "codec", options, size_bytes, job.codec, seconds, algorithm=job.direction, threads=count,
+                rel_error=finite(job.rel_error), ratio=size_bytes / job.encoded_bytes, moved_gb_s=moved_gb_s,
+                memcpy_share=moved_gb_s / memcpy_gb_s,
+            )  # fmt: skip
+            records.append(record)
     return records
-
-
-def _codecs(options: Options, device: torch.device) -> list[Codec]:
-    try:
-        return [find_codec(name, VALUE_TYPES[options.dtype], device.type) for name in options.codecs]
-    except ValueError as error:
-        raise ConfigError(f"--codecs: {error}") from error
-
-
-def _run(job: Job, device: torch.device) -> None:
-    job.run()
-    synchronize(device)
 
 
 def make_jobs(values: torch.Tensor, decoded: torch.Tensor, codecs: Sequence[Codec]) -> list[Job]:
@@ -105,31 +109,3 @@ def make_jobs(values: torch.Tensor, decoded: torch.Tensor, codecs: Sequence[Code
         jobs.append(Job("encode", codec, partial(codec.encode, values, out), *measures))
         jobs.append(Job("decode", codec, partial(codec.decode, data, decoded), *measures))
     return jobs
-
-
-def _record(
-    options: Options, size_bytes: int, threads: int, job: Job, seconds: Seconds, memcpy_bytes_s: float
-) -> Record:
-    return Record(
-        operation="codec",
-        algorithm=job.direction,
-        codec=job.codec.name,
-        dtype=options.dtype,
-        ranks=1,
-        nodes=1,
-        bytes=size_bytes,
-        **seconds.summary(),
-        algbw_gb_s=size_bytes / seconds.median / 1e9,
-        busbw_gb_s=0.0,
-        rel_error=finite(job.rel_error),
-        ratio=size_bytes / job.encoded_bytes,
-        library=library_name(),
-        device=options.device,
-        threads=threads,
-        moved_gb_s=job.moved_bytes / seconds.median / 1e9,
-        memcpy_share=job.moved_bytes / seconds.median / memcpy_bytes_s,
-    )
-
-
-def _nothing() -> None:
-    """Encoding and decoding leave their input as it is."""

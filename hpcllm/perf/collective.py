@@ -29,10 +29,10 @@ from hpcllm.mpi.wait import Waits
 from hpcllm.perf.arguments import VALUE_BYTES, Options
 from hpcllm.perf.arrays import CPU, LIBRARY, Arrays, lengths
 from hpcllm.perf.p2p import measure_link
-from hpcllm.perf.records import Record, bound_s, bus_factor, finite
-from hpcllm.perf.session import VALUE_TYPES, Report, check_memory, facts, library_name, open_device
-from hpcllm.perf.timing import LIMIT_S, Case, Seconds, in_turns, meet
-from hpcllm.perf.values import codec_ratio, distance, expected, same_bits
+from hpcllm.perf.records import Record, finite
+from hpcllm.perf.session import VALUE_TYPES, Report, check_memory, facts, open_device, record_of
+from hpcllm.perf.timing import LIMIT_S, in_turns, meet
+from hpcllm.perf.values import distance, expected, same_bits
 
 FIRST = (LIBRARY, "native", "auto")
 REPLICATED = ("allreduce", "allgather", "broadcast")  # all ranks end with the same
@@ -103,14 +103,18 @@ def measure(bench: Bench, size_bytes: int) -> tuple[list[Record], list[str]]:
     shared = options.memory == "shared"
     arrays = Arrays(bench.operation, size, VALUE_TYPES[options.dtype], group, bench.device, shared)
     qualities = [assess(arrays, way, options.check) for way in bench.ways]
-    cases = [_case(arrays, way) for way in bench.ways]
+    cases = [arrays.case(way.algorithm, way.codec) for way in bench.ways]
     timed = in_turns(group.comm, cases, options.rounds(size_bytes), options.warmup, bench.stopping)
     arrays.free()
-    rows = zip(bench.ways, qualities, timed, strict=False)  # nothing was timed if a signal came at once
-    failures = [
-        f"{way} at {size_bytes} bytes: {q.failure}" for way, q in zip(bench.ways, qualities, strict=True) if q.failure
-    ]
-    return [_record(bench, size_bytes, *row) for row in rows], failures
+    records = [
+        record_of(
+            bench.operation, options, size_bytes, way.codec, seconds, group.size, group.nodes, bench.link_gb_s,
+            algorithm=way.algorithm, rel_error=finite(quality.rel_error), ratio=quality.ratio, chosen=quality.chosen,
+        )
+        for way, quality, seconds in zip(bench.ways, qualities, timed, strict=False)  # none if a signal came at once
+    ]  # fmt: skip
+    found = zip(bench.ways, qualities, strict=True)
+    return records, [f"{way} at {size_bytes} bytes: {q.failure}" for way, q in found if q.failure]
 
 
 def find_ways(operation: str, options: Options, group: Group, device: torch.device = CPU) -> list[Way]:
@@ -174,42 +178,6 @@ def assess(arrays: Arrays, way: Way, check: bool) -> Quality:
     if check and arrays.operation in REPLICATED and not same_bits(result, group.comm):
         failures.append("ranks end with different bits")
     return Quality(found.relative, ratio, chosen, " and ".join(failures))
-
-
-def _case(arrays: Arrays, way: Way) -> Case:
-    call = arrays.call(way.algorithm, way.codec)
-
-    def timed() -> None:
-        call()
-        arrays.arrive()
-
-    return Case(arrays.refresh, timed)
-
-
-def _record(bench: Bench, size_bytes: int, way: Way, quality: Quality, seconds: Seconds) -> Record:
-    options, ranks, nodes = bench.options, bench.group.size, bench.group.nodes
-    ratio, link = codec_ratio(way.codec.name, way.codec.dtype), bench.link_gb_s
-    rate = size_bytes / seconds.median / 1e9
-    return Record(
-        operation=bench.operation,
-        algorithm=way.algorithm,
-        codec=way.codec.name,
-        dtype=options.dtype,
-        ranks=ranks,
-        nodes=nodes,
-        bytes=size_bytes,
-        **seconds.summary(),
-        algbw_gb_s=rate,
-        busbw_gb_s=rate * bus_factor(bench.operation, ranks),
-        rel_error=finite(quality.rel_error),
-        ratio=quality.ratio,
-        library=library_name(),
-        memory=options.memory,
-        device=options.device,
-        bound_s=bound_s(bench.operation, size_bytes, ranks, nodes, ratio, link) if link else None,
-        link_gb_s=link,
-        chosen=quality.chosen,
-    )
 
 
 def _check(operation: str, options: Options, group: Group) -> None:

@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,6 @@ DEVICE = Extent(
 )
 SHORT = Extent((32, 512), (64, 256), (32, 64), (1 << 12, 1 << 20), (1 << 14, 1 << 20), 4 << 20, 1)  # for a trial
 FEW_SETS = 3
-ACTIVATIONS = ("add", "largest", "fresh")  # kernels of _plain that go over what was just made
 HEAP_BYTES = 32 << 20  # glibc: what is larger comes from the system, page by page, and goes back to it
 
 
@@ -100,30 +100,23 @@ class Bench:
         for _ in range(self.extent.rounds):
             runs = [make() for _ in range(count)] if once or not runs else runs
             rounds.append(self._round(runs))
-        return self._slowest(statistics.median(rounds))
+        slowest = np.array([max(statistics.median(rounds), 1e-9)])
+        self.comm.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
+        return float(slowest[0])
 
     def _round(self, runs: list[Run]) -> float:
         synchronize(self.device)
         self.comm.Barrier()
-        start, kept = time.perf_counter(), []
-        for run in runs:
-            kept.append(run())
+        start = time.perf_counter()
+        kept = [run() for run in runs]  # results lie where others have lain before
         synchronize(self.device)
-        return (time.perf_counter() - start) / len(runs)
-
-    def _slowest(self, seconds: float) -> float:
-        value = np.array([max(seconds, 1e-9)])
-        self.comm.Allreduce(MPI.IN_PLACE, value, MPI.MAX)
-        return float(value[0])
+        return (time.perf_counter() - start) / len(kept)
 
     def random(self, *shape: int) -> Tensor:
-        return _noise(math.prod(shape), self.device).view(shape).to(self.dtype)
-
-
-def _noise(n: int, device: torch.device) -> Tensor:
-    """Random values, 2^18 of them over and over: quickly made."""
-    some = torch.rand(1 << 18, generator=torch.Generator().manual_seed(0)).sub_(0.5).to(device)
-    return some.repeat(-(-n // len(some)))[:n].clone() if n > len(some) else some[:n].clone()
+        """Random values, 2^18 of them over and over: quickly made."""
+        some = torch.rand(1 << 18, generator=torch.Generator().manual_seed(0)).sub_(0.5).to(self.device)
+        n = math.prod(shape)
+        return some.repeat(-(-n // len(some)))[:n].clone().view(shape).to(self.dtype)
 
 
 def measured_kernels(bench: Bench) -> dict[str, dict[str, Any]]:
@@ -208,10 +201,9 @@ def _curves(bench: Bench) -> Iterator[tuple[str, dict[str, list[float]]]]:
         for way in ("forward", "backward"):
             sizes = bench.extent.scores if name == "loss" else bench.extent.values
             yield f"{name}_{way}", _curve(sizes, lambda n: _passes_s(bench, lambda: operands(n), run, way))  # noqa: B023
-    for name, of_size in _plain(bench).items():
-        each = 0 if name in ACTIVATIONS else 16 if name == "adamw" else 8  # bytes of a value's operands
+    for name, (operands, kernel, each) in _plain(bench).items():
         sizes = bench.extent.scores if name in ("fresh", "largest") else bench.extent.values
-        yield name, _curve(sizes, lambda n: bench.seconds(lambda: of_size(n), each * n))  # noqa: B023
+        yield name, _curve(sizes, lambda n: bench.seconds(lambda: partial(kernel, *operands(n)), each * n))  # noqa: B023
 
 
 def _curve(sizes: tuple[int, ...], seconds: Callable[[int], float]) -> dict[str, list[float]]:
@@ -249,49 +241,34 @@ def _differentiable(bench: Bench) -> dict[str, tuple[Callable[[int], list[Tensor
     }
 
 
-def _plain(bench: Bench) -> dict[str, Callable[[int], Run]]:
-    """Name -> what goes over n values."""
+def _plain(bench: Bench) -> dict[str, tuple[Callable[[int], list[Any]], Callable[..., object], int]]:
+    """Name -> operands of n values, what goes over them, and bytes of a value's operands; 0 where it was just made."""
 
-    def add(n: int) -> Run:
-        x, y = bench.random(n), bench.random(n)
-        return lambda: x + y
+    def single(n: int) -> list[Tensor]:
+        return [bench.random(n).float()]
 
-    def accumulate(n: int) -> Run:
-        x, y = bench.random(n).float(), bench.random(n)
-        return lambda: x.add_(y)
-
-    def zero(n: int) -> Run:
-        x = bench.random(n).float()
-        return lambda: torch._foreach_zero_([x])
-
-    def length(n: int) -> Run:
-        x = bench.random(n).float()
-        return lambda: torch._foreach_norm([x])
-
-    def fresh(n: int) -> Run:
-        return lambda: torch.empty(n, device=bench.device, dtype=torch.float32).fill_(0.0)
-
-    def largest(n: int) -> Run:
-        x = bench.random(max(1, n // VOCABULARY), VOCABULARY).float()
-        return lambda: x.amax(-1)
-
-    kinds = {"add": add, "accumulate": accumulate, "zero": zero, "fresh": fresh, "norm": length, "largest": largest}
-    return {**kinds, "adamw": _adamw(bench)}
-
-
-def _adamw(bench: Bench) -> Callable[[int], Run]:
-    """Maker of updates with gradients that are clipped, as most of the first steps of a run have them."""
-
-    def make(n: int) -> Run:
+    def adamw_operands(n: int) -> list[Any]:
         weights, gradients, first, second = (bench.random(n).float() for _ in range(4))
-        divisor, steps = first.new_full((), 2.0), [first.new_zeros(())]
-        second.abs_()
-        return lambda: torch._fused_adamw_(
-            [weights], [gradients], [first], [second], [], steps, lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1,
-            eps=1e-8, amsgrad=False, maximize=False, grad_scale=divisor,
+        return [weights, gradients, first, second.abs_(), [first.new_zeros(())], first.new_full((), 2.0)]
+
+    def adamw(w: Tensor, g: Tensor, first: Tensor, second: Tensor, steps: list[Tensor], divisor: Tensor) -> None:
+        torch._fused_adamw_(  # gradients are clipped, as most of the first steps of a run have them
+            [w], [g], [first], [second], [], steps, lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8,
+            amsgrad=False, maximize=False, grad_scale=divisor,
         )  # fmt: skip
 
-    return make
+    def fresh(n: int) -> Tensor:
+        return torch.empty(n, device=bench.device, dtype=torch.float32).fill_(0.0)
+
+    return {
+        "add": (lambda n: [bench.random(n), bench.random(n)], torch.add, 0),
+        "accumulate": (lambda n: [*single(n), bench.random(n)], Tensor.add_, 8),
+        "zero": (lambda n: [single(n)], torch._foreach_zero_, 8),
+        "fresh": (lambda n: [n], fresh, 0),
+        "norm": (lambda n: [single(n)], torch._foreach_norm, 8),
+        "largest": (lambda n: [bench.random(max(1, n // VOCABULARY), VOCABULARY).float(), -1], torch.amax, 0),
+        "adamw": (adamw_operands, adamw, 16),
+    }
 
 
 def _rounded(value: float) -> float:

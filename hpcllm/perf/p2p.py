@@ -9,8 +9,9 @@ Between the first and the last rank, and if that one is on another node, also wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +25,8 @@ from hpcllm.mpi import buffers
 from hpcllm.mpi.message_memory import MessageMemory, memory_for
 from hpcllm.mpi.wait import Waits
 from hpcllm.perf.arguments import VALUE_BYTES, Options
-from hpcllm.perf.records import Record, bound_s, finite
-from hpcllm.perf.session import VALUE_TYPES, Report, check_memory, facts, library_name, node_of_ranks, open_device
+from hpcllm.perf.records import finite
+from hpcllm.perf.session import VALUE_TYPES, Report, check_memory, facts, node_of_ranks, open_device, record_of
 from hpcllm.perf.timing import LIMIT_S, Case, Seconds, finish, in_turns, meet
 from hpcllm.perf.values import Distance, codec_ratio, distance, expected, pattern, unroll
 from hpcllm.system.device import synchronize
@@ -72,7 +73,8 @@ class End:
                 self.take(slot, flying[slot])
             flying[slot] = start(slot) if message + SLOTS < MESSAGES else []
         synchronize(self.x.device)
-        finish(self._last_word(sending), "the end of a stream")
+        last_word = (buffers.irecv if sending else buffers.isend)(self.comm, self.word, 1 - self.comm.rank, 1)
+        finish(last_word, "the end of a stream")
 
     def send(self, slot: int) -> list[MPI.Request]:
         data = self.codec.encode(self.x, self.slots[slot])
@@ -87,9 +89,6 @@ class End:
         finish(requests, "a message to come")
         data = self.slots[slot]
         self.codec.decode(data[: self.codec.used_bytes(data, self.x.numel())], self.out)
-
-    def _last_word(self, sending: bool) -> list[MPI.Request]:
-        return (buffers.irecv if sending else buffers.isend)(self.comm, self.word, 1 - self.comm.rank, 1)
 
 
 def run(operation: str, options: Options, comm: MPI.Intracomm | Group, stopping: Callable[[], bool]) -> int:
@@ -114,10 +113,11 @@ def run(operation: str, options: Options, comm: MPI.Intracomm | Group, stopping:
         for size_bytes in options.sizes:
             if meet(comm, stopping()):
                 break
-            rows = []
-            if pair != MPI.COMM_NULL:
-                rows = _measure(options, size_bytes, pair, nodes, link, device, stopping)
-            report.add(rows)
+            measured = _measure(options, size_bytes, pair, device, stopping) if pair != MPI.COMM_NULL else ()
+            report.add([
+                record_of(operation, options, size_bytes, codec, seconds, 2, nodes, link, **fields)
+                for codec, seconds, fields in measured
+            ])  # fmt: skip
         if pair != MPI.COMM_NULL:
             pair.Free()
     report.close()
@@ -149,67 +149,27 @@ def _link_gb_s(comm: MPI.Intracomm, pair: MPI.Intracomm, device: torch.device) -
     rate = np.zeros(1)
     if pair != MPI.COMM_NULL:
         ends = [_end(pair, size // 4, find_codec("raw", torch.float32, device.type), device) for size in LINK_SIZES]
-        timed = in_turns(pair, [Case(_nothing, end.stream) for end in ends], LINK_ROUNDS, 1, lambda: False)
-        rates = [MESSAGES * size / s.samples.min() / 1e9 for size, s in zip(LINK_SIZES, timed, strict=True)]
-        rate[0] = max(rates)
+        timed = in_turns(pair, [Case(end.stream) for end in ends], LINK_ROUNDS, 1, lambda: False)
+        rate[0] = max(MESSAGES * size / s.samples.min() / 1e9 for size, s in zip(LINK_SIZES, timed, strict=True))
     Waits(LIMIT_S).all([comm.Ibarrier()], lambda: "the link to be measured")  # does not take the pair's cores
     comm.Bcast(rate, root=0)
     return float(rate[0])
 
 
 def _measure(
-    options: Options,
-    size_bytes: int,
-    pair: MPI.Intracomm,
-    nodes: int,
-    link: float,
-    device: torch.device,
-    stopping: Callable[[], bool],
-) -> list[Record]:
-    """Records of all codecs at one size. Collective over pair."""
+    options: Options, size_bytes: int, pair: MPI.Intracomm, device: torch.device, stopping: Callable[[], bool]
+) -> Iterator[tuple[Codec, Seconds, dict[str, Any]]]:
+    """Yield codec, seconds and further fields of the records of one size. Collective over pair."""
     n = size_bytes // VALUE_BYTES[options.dtype]
-    codecs = [find_codec(name, VALUE_TYPES[options.dtype], device.type) for name in options.codecs]
-    ends = [_end(pair, n, codec, device) for codec in codecs]
-    errors = [_error(end) for end in ends]
-    cases = [Case(_nothing, run) for end in ends for run in (end.pingpong, end.stream)]
+    ends = [_end(pair, n, find_codec(name, VALUE_TYPES[options.dtype], device.type), device) for name in options.codecs]
+    cases = [Case(run) for end in ends for run in (end.pingpong, end.stream)]
+    errors = [finite(_error(end).relative) for end in ends]
     timed = in_turns(pair, cases, options.rounds(size_bytes), options.warmup, stopping)
-    rows = []
     for index, seconds in enumerate(timed):
-        end, error = ends[index // 2], errors[index // 2]
+        codec, error = ends[index // 2].codec, errors[index // 2]
         name, messages = ("stream", MESSAGES) if index % 2 else ("pingpong", 2)
-        rows.append(_record(options, size_bytes, name, end.codec, seconds.each(messages), error, nodes, link))
-    return rows
-
-
-def _record(
-    options: Options,
-    size_bytes: int,
-    algorithm: str,
-    codec: Codec,
-    seconds: Seconds,
-    error: Distance,
-    nodes: int,
-    link: float,
-) -> Record:
-    ratio, rate = codec_ratio(codec.name, codec.dtype), size_bytes / seconds.median / 1e9
-    return Record(
-        operation="p2p",
-        algorithm=algorithm,
-        codec=codec.name,
-        dtype=options.dtype,
-        ranks=2,
-        nodes=nodes,
-        bytes=size_bytes,
-        **seconds.summary(),
-        algbw_gb_s=rate,
-        busbw_gb_s=rate,
-        rel_error=finite(error.relative),
-        ratio=ratio,
-        library=library_name(),
-        device=options.device,
-        bound_s=bound_s("p2p", size_bytes, 2, nodes, ratio, link),
-        link_gb_s=link,
-    )
+        ratio = codec_ratio(codec.name, codec.dtype)
+        yield codec, seconds.each(messages), {"algorithm": name, "rel_error": error, "ratio": ratio}
 
 
 def _end(pair: MPI.Intracomm, n: int, codec: Codec, device: torch.device) -> End:
@@ -234,7 +194,3 @@ def _peers(group: Group) -> list[tuple[int, int]]:
         return [(last, 1)]
     near = [int(rank) for rank in np.flatnonzero(nodes == nodes[0]) if rank]
     return [(last, 2), *((rank, 1) for rank in near[:1])]
-
-
-def _nothing() -> None:
-    """Prepare nothing: values that are sent stay as they are."""

@@ -9,6 +9,7 @@ GB/s |   - - - - - - - - - - - -   bound of int8:256      black, grey   the MPI 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from hpcllm import plotting
 from hpcllm.errors import ConfigError
 from hpcllm.perf.records import Record, rate_text, size_text
+from hpcllm.system.text import counted
 
 BASELINES = {"mpi": "black", "native": "0.55", "memcpy": "black"}
 COLOURS = [f"tab:{name}" for name in ("blue", "orange", "green", "red", "purple", "brown", "pink", "olive", "cyan")]
@@ -42,11 +44,12 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 def _panel(panel: Any, records: Sequence[Record]) -> None:
     differing = _differing(records)
-    colours, markers = _Given(COLOURS), _Given(MARKERS)
+    colours = defaultdict[tuple[str, str], str](cycle(COLOURS).__next__)  # a colour a way
+    markers = defaultdict[tuple[str, ...], str](cycle(MARKERS).__next__)  # a marker a library or whatever differs
     for label, curve in _curves(records, differing).items():
         way = (curve[0].algorithm, curve[0].codec)
-        colour = BASELINES.get(way[0]) or colours.of(way)
-        marker = markers.of([_fact(curve[0], name) for name in differing] if differing else way)
+        colour = BASELINES.get(way[0]) or colours[way]
+        marker = markers[tuple(_fact(curve[0], name) for name in differing) or way]
         x = [record.bytes for record in curve]
         panel.plot(x, [r.algbw_gb_s for r in curve], color=colour, marker=marker, markersize=4, label=label)
         panel.fill_between(x, *zip(*map(_band, curve), strict=True), color=colour, alpha=0.15, linewidth=0)
@@ -62,19 +65,6 @@ def _differing(records: Sequence[Record]) -> list[str]:
 
 def _legend_entries(records: Sequence[Record]) -> int:
     return len(_curves(records, _differing(records))) + len(_bounds(records))
-
-
-class _Given:
-    """Styles by thing: a new thing gets the next one, a known thing its own. A colour a way, a marker a library."""
-
-    def __init__(self, styles: Sequence[str]) -> None:
-        self._styles, self._given = cycle(styles), dict[str, str]()
-
-    def of(self, thing: object) -> str:
-        key = str(thing)
-        if key not in self._given:
-            self._given[key] = next(self._styles)
-        return self._given[key]
 
 
 def _band(record: Record) -> tuple[float, float]:
@@ -121,5 +111,4 @@ def _frame(panel: Any, records: Sequence[Record], differing: Sequence[str]) -> N
 
 def _fact(record: Record, name: str) -> str:
     value = getattr(record, name)
-    units = {"ranks": "rank", "nodes": "node", "threads": "thread"}
-    return f"{value} {units[name]}{'s' * (value > 1)}" if name in units else str(value)
+    return counted(value, name[:-1]) if name in ("ranks", "nodes", "threads") else str(value)

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcllm.errors import ConfigError, DataError
-from hpcllm.system.text import percent
+from hpcllm.system.text import aligned, counted, percent
 
 STANDARD_OUTPUT = Path("-")
 POSITIVE = ("bytes", "median_s", "min_s", "max_s", "algbw_gb_s", "ratio", "ranks", "nodes")
@@ -71,11 +71,6 @@ class Record:
     threads: int = 1
     moved_gb_s: float | None = None  # codec: bytes read plus bytes written, over the time
     memcpy_share: float | None = None  # codec: moved_gb_s over that of a copy on as many threads
-
-    @property
-    def of_bound(self) -> float | None:
-        """Share of the physical limit that was reached."""
-        return self.bound_s / self.median_s if self.bound_s else None
 
 
 def finite(value: float) -> float | None:
@@ -145,17 +140,14 @@ def _types(declared: str) -> tuple[type, ...]:
 
 def bus_factor(operation: str, ranks: int) -> float:
     """Bytes past the busiest rank's link, over the size."""
-    if ranks == 1:
-        return 0.0
+    others = ranks - 1
     factors = {
-        "allreduce": 2 * (ranks - 1) / ranks,
-        "reduce_scatter": (ranks - 1) / ranks,
-        "allgather": ranks - 1,
-        "alltoall": ranks - 1,
-        "broadcast": 1,
-        "p2p": 1,
+        "allreduce": 2 * others / ranks,
+        "reduce_scatter": others / ranks,
+        "allgather": others,
+        "alltoall": others,
     }
-    return float(factors[operation])
+    return float(factors.get(operation, ranks > 1))
 
 
 def link_bytes(operation: str, size_bytes: int, ranks: int, nodes: int) -> float:
@@ -171,29 +163,29 @@ def bound_s(operation: str, size_bytes: int, ranks: int, nodes: int, ratio: floa
     return link_bytes(operation, size_bytes, ranks, nodes) / (ratio * link_gb_s * 1e9)
 
 
-Column = tuple[str, int, Callable[[Record], str]]  # title, width, what it shows
+Column = tuple[str, int, Callable[[Record], str]]  # title, width (negative: aligned to the left), what it shows
 
-_TIMES: list[Column] = [
-    ("median", 8, lambda record: seconds_text(record.median_s)),
-    ("min", 8, lambda record: seconds_text(record.min_s)),
-    ("max", 8, lambda record: seconds_text(record.max_s)),
-    ("spread", 6, lambda record: _share(record.spread)),
-]
-_QUALITY: list[Column] = [
-    ("rel error", 9, lambda record: error_text(record.rel_error)),
-    ("ratio", 5, lambda record: f"{record.ratio:.2f}"),
-]
 _NAMES: list[Column] = [
     ("bytes", 6, lambda record: size_text(record.bytes)),
     ("algorithm", -19, lambda record: record.algorithm),
     ("codec", -11, lambda record: record.codec),
+]
+_TIMES: list[Column] = [
+    ("median", 8, lambda record: seconds_text(record.median_s)),
+    ("min", 8, lambda record: seconds_text(record.min_s)),
+    ("max", 8, lambda record: seconds_text(record.max_s)),
+    ("spread", 6, lambda record: percent(record.spread, 0)),
+]
+_QUALITY: list[Column] = [
+    ("rel error", 9, lambda record: error_text(record.rel_error)),
+    ("ratio", 5, lambda record: f"{record.ratio:.2f}"),
 ]
 TRANSFER = [
     *_NAMES,
     *_TIMES,
     ("algbw GB/s", 10, lambda record: rate_text(record.algbw_gb_s)),
     ("busbw GB/s", 10, lambda record: rate_text(record.busbw_gb_s)),
-    ("of bound", 8, lambda record: _share(record.of_bound)),
+    ("of bound", 8, lambda record: percent(record.bound_s / record.median_s, 0) if record.bound_s else ""),
     *_QUALITY,
     ("chosen", -1, lambda record: record.chosen),
 ]
@@ -203,7 +195,7 @@ CODEC = [
     *_TIMES,
     ("values GB/s", 11, lambda record: rate_text(record.algbw_gb_s)),
     ("moved GB/s", 10, lambda record: rate_text(record.moved_gb_s)),
-    ("of memcpy", 9, lambda record: _share(record.memcpy_share)),
+    ("of memcpy", 9, lambda record: "" if record.memcpy_share is None else percent(record.memcpy_share, 0)),
     *_QUALITY,
 ]
 
@@ -213,11 +205,12 @@ def columns_of(record: Record) -> list[Column]:
 
 
 def table_head(columns: Sequence[Column]) -> str:
-    return "  ".join(_pad(title, width) for title, width, _ in columns).rstrip()
+    return aligned([title for title, _, _ in columns], [width for _, width, _ in columns])
 
 
 def table_row(record: Record) -> str:
-    return "  ".join(_pad(show(record), width) for _, width, show in columns_of(record)).rstrip()
+    columns = columns_of(record)
+    return aligned([show(record) for _, _, show in columns], [width for _, width, _ in columns])
 
 
 def markdown(records: Sequence[Record]) -> str:
@@ -230,25 +223,16 @@ def markdown(records: Sequence[Record]) -> str:
 
 def run_title(record: Record) -> str:
     """Heading of one table: what its rows have in common."""
-    ranks = f"{record.ranks} rank{'s' * (record.ranks > 1)} on {record.nodes} node{'s' * (record.nodes > 1)}"
+    ranks = f"{counted(record.ranks, 'rank')} on {counted(record.nodes, 'node')}"
     apart = [word for word in (record.device, record.memory) if word not in ("cpu", "private")]
     return ", ".join([record.operation, record.dtype, ranks, *apart, record.library])
 
 
 def _markdown_run(title: str, records: Sequence[Record]) -> str:
     columns = columns_of(records[0])
-    lines = [f"### {title}", "", _line([name for name, _, _ in columns])]
-    lines.append(_line(["---" if width < 0 else "---:" for _, width, _ in columns]))
-    lines += [_line([show(record) for _, _, show in columns]) for record in records]
-    return "\n".join([*lines, ""])
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _pad(text: str, width: int) -> str:
-    return f"{text:>{width}}" if width > 0 else f"{text:<{-width}}"
+    rows = [[name for name, _, _ in columns], ["---" if width < 0 else "---:" for _, width, _ in columns]]
+    rows += [[show(record).replace("|", "\\|") for _, _, show in columns] for record in records]
+    return "\n".join([f"### {title}", "", *(f"| {' | '.join(row)} |" for row in rows), ""])
 
 
 def size_text(size_bytes: int) -> str:
@@ -273,10 +257,6 @@ def rate_text(value_gb_s: float | None) -> str:
 
 def error_text(rel_error: float | None) -> str:
     return "not finite" if rel_error is None else f"{rel_error:.1e}" if rel_error else "0"
-
-
-def _share(share: float | None) -> str:
-    return "" if share is None else percent(share, 0)
 
 
 def _digits(value: float) -> str:

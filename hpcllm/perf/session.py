@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from hpcllm.codecs import Codec
 from hpcllm.collectives.group import Group
 from hpcllm.errors import ConfigError
 from hpcllm.mpi.collective_errors import on_root
@@ -29,6 +31,8 @@ from hpcllm.perf.picture import draw
 from hpcllm.perf.records import (
     STANDARD_OUTPUT,
     Record,
+    bound_s,
+    bus_factor,
     check_writable,
     columns_of,
     table_head,
@@ -36,7 +40,10 @@ from hpcllm.perf.records import (
     to_json,
     write_json,
 )
+from hpcllm.perf.timing import Seconds
+from hpcllm.perf.values import codec_ratio
 from hpcllm.system import device
+from hpcllm.system.text import counted
 
 VALUE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -52,10 +59,29 @@ def library_name() -> str:
 
 def facts(dtype: str, group: Group) -> str:
     """One line on a session: 'float32, 4 ranks on 2 nodes, Open MPI 5.0.8'."""
-    ranks, nodes = (
-        f"{count} {word}{'s' * (count > 1)}" for count, word in ((group.size, "rank"), (group.nodes, "node"))
-    )
-    return f"{dtype}, {ranks} on {nodes}, {library_name()}"
+    return f"{dtype}, {counted(group.size, 'rank')} on {counted(group.nodes, 'node')}, {library_name()}"
+
+
+def record_of(
+    operation: str,
+    options: Options,
+    size_bytes: int,
+    codec: Codec,
+    seconds: Seconds,
+    ranks: int = 1,
+    nodes: int = 1,
+    link_gb_s: float | None = None,
+    **measured: Any,
+) -> Record:
+    """Record of one case: what follows from its options and its time, beside what else was measured."""
+    rate, limit = size_bytes / seconds.median / 1e9, None
+    if link_gb_s:
+        limit = bound_s(operation, size_bytes, ranks, nodes, codec_ratio(codec.name, codec.dtype), link_gb_s)
+    return Record(
+        operation=operation, codec=codec.name, dtype=options.dtype, ranks=ranks, nodes=nodes, bytes=size_bytes,
+        **seconds.summary(), algbw_gb_s=rate, busbw_gb_s=rate * bus_factor(operation, ranks), bound_s=limit,
+        link_gb_s=link_gb_s, library=library_name(), memory=options.memory, device=options.device, **measured,
+    )  # fmt: skip
 
 
 def node_of_ranks(group: Group) -> NDArray[np.int32]:

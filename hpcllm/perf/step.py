@@ -28,6 +28,7 @@ from hpcllm.mpi.collective_errors import on_root
 from hpcllm.perf import calibrate
 from hpcllm.perf.records import check_writable, write_whole
 from hpcllm.system.device import synchronize
+from hpcllm.system.text import table
 from hpcllm.training.log import KINDS, TRAFFIC, Traffic
 from hpcllm.training.setup import RunContext, open_run
 from hpcllm.training.step import forward_backward
@@ -108,15 +109,11 @@ def _record(
 
 
 def _table(records: list[dict[str, Any]]) -> list[str]:
-    head = (
-        f"{'policy':<10}{'step ms':>9}{'tokens/s':>11}{'speed-up':>10}{'exposed ms':>12}{'hidden ms':>11}{'MB sent':>9}"
-    )
-    lines = [head]
+    rows = []
     for record in records:
-        sent_bytes = sum(record[f"{kind}_bytes"] for kind in KINDS)
-        lines.append(
-            f"{record['policy']:<10}{1e3 * record['median_s']:>9.1f}{record['tokens_per_s']:>11,.0f}"
-            f"{records[0]['median_s'] / record['median_s']:>10.2f}{1e3 * record['exposed_s']:>12.1f}"
-            f"{1e3 * record['hidden_s']:>11.1f}{sent_bytes / 1e6:>9.2f}"
-        )
-    return lines
+        times = [f"{1e3 * record[key]:.1f}" for key in ("exposed_s", "hidden_s")]
+        sent_mb = sum(record[f"{kind}_bytes"] for kind in KINDS) / 1e6
+        speed_up = f"{records[0]['median_s'] / record['median_s']:.2f}"
+        speed = [f"{1e3 * record['median_s']:.1f}", f"{record['tokens_per_s']:,.0f}", speed_up]
+        rows.append([record["policy"], *speed, *times, f"{sent_mb:.2f}"])
+    return table(["policy", "step ms", "tokens/s", "speed-up", "exposed ms", "hidden ms", "MB sent"], rows, indent="")

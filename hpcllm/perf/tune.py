@@ -18,21 +18,23 @@ from dataclasses import asdict, dataclass
 import torch
 from mpi4py import MPI
 
+from hpcllm.codecs import find_codec
 from hpcllm.collectives import measure as measuring
-from hpcllm.collectives import operations
 from hpcllm.collectives.group import Group, group_of
 from hpcllm.collectives.selection import candidates, choose
 from hpcllm.collectives.tuning import Tuning, to_text
 from hpcllm.errors import ConfigError, HpcllmError
 from hpcllm.mpi.collective_errors import on_root
+from hpcllm.perf.arrays import Arrays
 from hpcllm.perf.records import check_writable, write_whole
 from hpcllm.perf.session import library_name
-from hpcllm.perf.timing import Case, in_turns
-from hpcllm.perf.values import pattern, unroll
+from hpcllm.perf.timing import in_turns
+from hpcllm.system.text import aligned
 
 CLOSE = 1.1  # a choice within 10 % of the best is a good one
 TIME_S = 0.5  # for all iterations of one algorithm
 COLUMNS = ("operation", "bytes", "asked", "chosen", "predicted", "measured", "native", "best", "why")
+WIDTHS = (-15, -10, -9, -28, -10, -10, -10, -28, -1)  # all aligned to the left
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,12 @@ def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
     say(f"wrote {arguments.output}: {_summary(tuning)}")
     rows: list[Row] = []
     if not arguments.rates_only:
-        say(_line(COLUMNS))
+        say(aligned(COLUMNS, WIDTHS, " "))
         for row in _rows(arguments, codecs, tuning, group):
             rows.append(row)
-            say(_line(_cells(row)))
-        say(_verdict(rows))
+            say(aligned(_cells(row), WIDTHS, " "))
+        good = sum(row.good for row in rows)
+        say(f"{good} of {len(rows)} choices within 10 % of the best measured")
     if arguments.json and comm.rank == 0:
         print(json.dumps({"tuning": str(arguments.output), "rows": [asdict(row) for row in rows]}, indent=1))
     return 0
@@ -109,31 +112,14 @@ def _row(
 def _times(operation: str, size_bytes: int, codecs: Sequence[str], group: Group) -> dict[tuple[str, str], float]:
     """Median seconds of every (algorithm, codec) that may be chosen, taken in turns. Collective over group."""
     keys = [(name, codec) for codec in codecs for name in candidates(operation, codec, "float32", group.shape)]
-    cases = [_case(operation, size_bytes // 4, name, codec, group) for name, codec in keys]
+    part = size_bytes // 4 // group.size  # values: blocks of an all-to-all are equally long
+    size = part if operation in ("allgather", "alltoall") else part * group.size
+    arrays = [Arrays(operation, size, torch.float32, group) for _ in keys]
+    cases = [one.case(name, find_codec(codec, torch.float32)) for one, (name, codec) in zip(arrays, keys, strict=True)]
     trial = in_turns(group.comm, cases, 1, 1, lambda: False)
     rounds = max(3, min(50, round(TIME_S / max(seconds.median for seconds in trial))))
     timed = in_turns(group.comm, cases, rounds, 0, lambda: False)
     return {key: seconds.median for key, seconds in zip(keys, timed, strict=True)}
-
-
-def _case(operation: str, n: int, algorithm: str, codec: str, group: Group) -> Case:
-    """One collective over gradient-like values of n float32 in all."""
-    n -= n % group.size  # blocks of an all-to-all are equally long
-    source = torch.empty(n)
-    unroll(pattern(group.rank, torch.float32), 0, source)
-    x, own, out = source.clone(), torch.empty(n // group.size), torch.empty(n)
-    calls: dict[str, Callable[[], object]] = {
-        "allreduce": lambda: operations.allreduce(x, group, codec, algorithm),
-        "reduce_scatter": lambda: operations.reduce_scatter(x, group, codec, algorithm, out=own),
-        "allgather": lambda: operations.allgather(x[: n // group.size], group, codec, algorithm, out=out),
-        "alltoall": lambda: operations.alltoall(x, group, codec, algorithm, out=out),
-        "broadcast": lambda: operations.broadcast(x, group, 0, codec, algorithm),
-    }
-    return Case(prepare=lambda: _fill(x, source), run=calls[operation])
-
-
-def _fill(x: torch.Tensor, source: torch.Tensor) -> None:
-    x.copy_(source)
 
 
 def _facts(group: Group) -> dict[str, str | int]:
@@ -155,11 +141,6 @@ def _summary(tuning: Tuning) -> str:
     )
 
 
-def _line(cells: tuple[str, ...]) -> str:
-    widths = (15, 10, 9, 28, 10, 10, 10, 28, 0)
-    return " ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
-
-
 def _cells(row: Row) -> tuple[str, ...]:
     times = (_seconds(value) for value in (row.predicted_s, row.measured_s, row.native_s))
     chosen = f"{row.algorithm} {row.codec}"
@@ -168,11 +149,6 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _seconds(value: float) -> str:
     return f"{1e6 * value:.1f} us" if value < 1e-3 else f"{1e3 * value:.2f} ms"
-
-
-def _verdict(rows: list[Row]) -> str:
-    good = sum(row.good for row in rows)
-    return f"{good} of {len(rows)} choices within 10 % of the best measured"
 
 
 def _check_output(arguments: argparse.Namespace) -> None:

@@ -23,8 +23,8 @@ def never() -> bool:
 @pytest.mark.parallel([1, 2, 3])
 def test_the_slowest_rank_counts_on_all_ranks_and_preparing_does_not(comm):
     last = comm.rank == comm.size - 1
-    slow = Case(nothing, (lambda: time.sleep(NAP_S)) if last else nothing)
-    quick = Case((lambda: time.sleep(NAP_S)) if last else nothing, nothing)
+    slow = Case((lambda: time.sleep(NAP_S)) if last else nothing)
+    quick = Case(nothing, (lambda: time.sleep(NAP_S)) if last else nothing)
     timed = in_turns(comm, [slow, quick], 5, 1, never)
     assert timed[0].samples.min() >= NAP_S
     assert timed[1].median < NAP_S / 2
@@ -36,7 +36,7 @@ def test_the_slowest_rank_counts_on_all_ranks_and_preparing_does_not(comm):
 @pytest.mark.parametrize(("rounds", "warmup"), [(1, 0), (3, 2), (4, 0)])
 def test_cases_take_turns_each_with_fresh_data(comm, rounds, warmup):
     log: list[str] = []
-    cases = [Case(lambda n=name: log.append(n.lower()), lambda n=name: log.append(n)) for name in "ABC"]
+    cases = [Case(lambda n=name: log.append(n), lambda n=name: log.append(n.lower())) for name in "ABC"]
     timed = in_turns(comm, cases, rounds, warmup, never)
     assert "".join(log) == "aAbBcC" * (rounds + warmup)
     assert [row.samples.size for row in timed] == [rounds] * 3
@@ -46,7 +46,7 @@ def test_cases_take_turns_each_with_fresh_data(comm, rounds, warmup):
 @pytest.mark.parametrize(("after", "left"), [(0, 0), (1, 0), (3, 1), (5, 3)])
 def test_when_one_rank_is_asked_to_stop_all_stop_with_what_they_have(comm, after, left):
     ran = []
-    cases = [Case(nothing, lambda: ran.append(1)), Case(nothing, nothing)]
+    cases = [Case(lambda: ran.append(1)), Case(nothing)]
     asked = lambda: comm.rank == comm.size - 1 and len(ran) >= after  # noqa: E731
     timed = in_turns(comm, cases, 50, 2, asked)
     assert len(set(comm.allgather(len(ran)))) == 1
