@@ -26,6 +26,15 @@ from hpcllm.config.schema import ModelConfig, from_tables
 from hpcllm.errors import ConfigError, HuggingFaceError
 
 Fields = dict[str, Any]  # of ModelConfig
+# sizes of ours -> theirs
+_SIZES = {
+    "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "ffn": "intermediate_size",
+    "vocabulary": "vocab_size", "max_sequence": "max_position_embeddings",
+}  # fmt: skip
+_GPT2_SIZES = {
+    "layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "vocabulary": "vocab_size",
+    "max_sequence": "n_positions",
+}  # fmt: skip
 _LLAMA3_KEYS = ["rope_low_frequency", "rope_high_frequency", "rope_original_sequence"]
 # theirs -> ours; the first of each of ours is what we write
 _GELUS = {
@@ -51,14 +60,13 @@ def read_model(settings: Settings) -> tuple[Architecture, ModelConfig]:
     Raises HuggingFaceError for an architecture, a key or a value that we do not have.
     """
     kind = settings.only("model_type", None, tuple(ARCHITECTURES))
-    settings.only("quantization_config", None, (None, {}))
     settings.only("is_encoder_decoder", False, (False,))
-    settings.only("pruned_heads", None, (None, {}))
-    settings.only("per_layer_config", None, (None, {}))
-    architecture = ARCHITECTURES[kind]
-    fields = architecture.read(settings)
-    try:
-        return architecture, canonical(_model(fields))
+    for key in ("quantization_config", "pruned_heads", "per_layer_config"):
+        settings.only(key, None, (None, {}))
+    fields = {**dataclasses.asdict(ModelConfig()), **ARCHITECTURES[kind].read(settings)}
+    try:  # checked as a run file's are
+        model = from_tables({"model": fields, "data": {"sequence_length": 1}}).model
+        return ARCHITECTURES[kind], canonical(model)
     except ConfigError as error:
         raise HuggingFaceError(f"{settings.where}: a {kind} that cannot be: {error}") from error
 
@@ -72,11 +80,8 @@ def write_model(model: ModelConfig, kind: str = "") -> tuple[Architecture, dict[
         raise HuggingFaceError(f"the architecture {kind!r} is unknown; valid: {', '.join(ARCHITECTURES)}")
     faults = []
     for architecture in [ARCHITECTURES[kind]] if kind else ARCHITECTURES.values():
-        table = {
-            "architectures": [architecture.model_class],
-            "model_type": architecture.kind,
-            **architecture.write(model),
-        }
+        said = {"architectures": [architecture.model_class], "model_type": architecture.kind}
+        table = said | architecture.write(model)
         fault = _difference(model, table)
         if not fault:
             return architecture, table
@@ -100,12 +105,6 @@ def canonical(model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(plain, rope_fraction=plain.turned_channels / plain.head_dim)
 
 
-def _model(fields: Fields) -> ModelConfig:
-    """Check the fields as a run file's are. Raises ConfigError."""
-    tables = {"model": {**dataclasses.asdict(ModelConfig()), **fields}, "data": {"sequence_length": 1}}
-    return from_tables(tables).model
-
-
 def _difference(model: ModelConfig, table: dict[str, Any]) -> str:
     """List the keys that change if the model is written so; empty if none does."""
     try:
@@ -120,14 +119,10 @@ def read_gpt2(settings: Settings) -> Fields:
     settings.only("scale_attn_weights", True, (True,))
     settings.only("scale_attn_by_inverse_layer_idx", False, (False,))
     settings.only("add_cross_attention", False, (False,))
-    hidden = settings.whole("n_embd", other="hidden_size")
+    sizes = _read_sizes(settings, _GPT2_SIZES)
     return {
-        "layers": settings.whole("n_layer", other="num_hidden_layers", most=_MOST_LAYERS),
-        "hidden": hidden,
-        "heads": settings.whole("n_head", other="num_attention_heads"),
-        "ffn": settings.whole_or_null("n_inner", None) or 4 * hidden,
-        "vocabulary": settings.whole("vocab_size"),
-        "max_sequence": settings.whole("n_positions", other="max_position_embeddings"),
+        **sizes,
+        "ffn": settings.whole_or_null("n_inner", None) or 4 * sizes["hidden"],
         "norm": "layernorm",
         "norm_epsilon": settings.number("layer_norm_epsilon", 1e-5),
         "positions": "learned",
@@ -139,34 +134,30 @@ def read_gpt2(settings: Settings) -> Fields:
 
 def write_gpt2(model: ModelConfig) -> dict[str, Any]:
     return {
-        "n_layer": model.layers,
-        "n_embd": model.hidden,
-        "n_head": model.heads,
+        **_write_sizes(model, _GPT2_SIZES),
         "n_inner": model.ffn,
-        "vocab_size": model.vocabulary,
-        "n_positions": model.max_sequence,
         "layer_norm_epsilon": model.norm_epsilon,
         "activation_function": _theirs(_GELUS, model.activation),
-        "tie_word_embeddings": model.tied,
     }
 
 
 def read_neox(settings: Settings) -> Fields:
     settings.only("attention_bias", True, (True,))
     return {
-        **_read_sizes(settings),
+        **_read_sizes(settings, _SIZES),
         **read_rope(settings, settings.whole("max_position_embeddings"), "rotary_emb_base", "rotary_pct", 0.25),
         "norm": "layernorm",
         "norm_epsilon": settings.number("layer_norm_eps", 1e-5),
         "activation": _GELUS[settings.only("hidden_act", "gelu", tuple(_GELUS))],
         "biases": "all",
         "parallel_residual": settings.flag("use_parallel_residual", True),
+        "tied": settings.flag("tie_word_embeddings", False),
     }
 
 
 def write_neox(model: ModelConfig) -> dict[str, Any]:
     return {
-        **_write_sizes(model),
+        **_write_sizes(model, _SIZES),
         **write_rope(model, "rotary_emb_base"),
         "rotary_pct": model.rope_fraction,
         "layer_norm_eps": model.norm_epsilon,
@@ -230,19 +221,20 @@ def _read_gated(settings: Settings, kv_heads: int | None) -> Fields:
     if rope["rope_fraction"] != 1:
         raise HuggingFaceError(f"partial_rotary_factor = {rope['rope_fraction']} is not of this architecture; valid: 1")
     return {
-        **_read_sizes(settings),
+        **_read_sizes(settings, _SIZES),
         **rope,
         "kv_heads": settings.whole_or_null("num_key_value_heads", kv_heads) or 0,
         "head_channels": settings.whole_or_null("head_dim", None) or 0,
         "norm": "rmsnorm",
         "norm_epsilon": settings.number("rms_norm_eps", 1e-6),
         "activation": _GATES[settings.only("hidden_act", "silu", tuple(_GATES))],
+        "tied": settings.flag("tie_word_embeddings", False),
     }
 
 
 def _write_gated(model: ModelConfig) -> dict[str, Any]:
     return {
-        **_write_sizes(model),
+        **_write_sizes(model, _SIZES),
         **write_rope(model, "rope_theta"),
         "num_key_value_heads": model.key_value_heads,
         "head_dim": model.head_dim,
@@ -251,28 +243,14 @@ def _write_gated(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read_sizes(settings: Settings) -> Fields:
-    return {
-        "layers": settings.whole("num_hidden_layers", most=_MOST_LAYERS),
-        "hidden": settings.whole("hidden_size"),
-        "heads": settings.whole("num_attention_heads"),
-        "ffn": settings.whole("intermediate_size"),
-        "vocabulary": settings.whole("vocab_size"),
-        "max_sequence": settings.whole("max_position_embeddings"),
-        "tied": settings.flag("tie_word_embeddings", False),
-    }
+def _read_sizes(settings: Settings, names: dict[str, str]) -> Fields:
+    """Read sizes under their names in an architecture, or under the usual ones. No default: a model has them all."""
+    most = {"layers": _MOST_LAYERS}
+    return {ours: settings.whole(key, other=_SIZES[ours], most=most.get(ours, 2**31)) for ours, key in names.items()}
 
 
-def _write_sizes(model: ModelConfig) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": model.layers,
-        "hidden_size": model.hidden,
-        "num_attention_heads": model.heads,
-        "intermediate_size": model.ffn,
-        "vocab_size": model.vocabulary,
-        "max_position_embeddings": model.max_sequence,
-        "tie_word_embeddings": model.tied,
-    }
+def _write_sizes(model: ModelConfig, names: dict[str, str]) -> dict[str, Any]:
+    return {theirs: getattr(model, ours) for ours, theirs in names.items()} | {"tie_word_embeddings": model.tied}
 
 
 def _theirs(table: dict[str, str], ours: str) -> str:

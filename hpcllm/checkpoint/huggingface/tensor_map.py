@@ -26,6 +26,7 @@ from hpcllm.config.schema import ModelConfig
 from hpcllm.model.shapes import parameter_shapes
 
 Shape = tuple[int, ...]
+_FUSED = ("attention.query", "attention.key", "attention.value")
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
@@ -59,17 +60,6 @@ class MappedTensor:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One layer of theirs, with its weight and its bias: the parameter of ours that it holds, and how."""
-
-    name: str
-    transposed: bool = False
-    part: int = 0
-    parts: int = 1
-    by_head: bool = False  # the parts alternate head by head
-
-
-@dataclass(frozen=True)
 class Names:
     """The tensors of one architecture."""
 
@@ -77,8 +67,11 @@ class Names:
     head: str  # the output layer, where it is not the embedding
     blocks: str  # what the list of blocks is called
     ends: Mapping[str, str]  # layers outside the blocks, ours -> theirs
-    layers: Mapping[str, Layer]  # inside a block, by our names
+    layers: Mapping[str, str]  # inside a block, ours -> theirs
     ignored: str  # what older versions wrote beside the parameters: masks and tables that follow from the config
+    fused: str = ""  # layer of queries, keys and values in one, where they are not three
+    by_head: bool = False  # the three alternate head by head
+    transposed: bool = False  # the weights inside the blocks
 
     def tensor_map(self, model: ModelConfig, prefix: str) -> dict[str, MappedTensor]:
         """Our name -> their tensor, for every parameter. prefix: self.prefix, or "" where the file has none."""
@@ -91,16 +84,15 @@ class Names:
     def _map(self, name: str, start: str, heads: int) -> MappedTensor:
         match = _BLOCK.fullmatch(name)
         path, _, kind = (match[2] if match else name).rpartition(".")
+        if path == "head":
+            return MappedTensor(f"{self.head}.{kind}")
         if not match:
-            return MappedTensor(f"{self.head}.{kind}" if path == "head" else f"{start}{self.ends[path]}.{kind}")
-        layer = self.layers[path]
-        return MappedTensor(
-            f"{start}{self.blocks}.{match[1]}.{layer.name}.{kind}",
-            layer.transposed,
-            layer.part,
-            layer.parts,
-            heads if layer.by_head else 1,
-        )
+            return MappedTensor(f"{start}{self.ends[path]}.{kind}")
+        block = f"{start}{self.blocks}.{match[1]}"
+        if self.fused and path in _FUSED:
+            groups = heads if self.by_head else 1
+            return MappedTensor(f"{block}.{self.fused}.{kind}", self.transposed, _FUSED.index(path), 3, groups)
+        return MappedTensor(f"{block}.{self.layers[path]}.{kind}", self.transposed)
 
 
 GPT2 = Names(
@@ -109,16 +101,15 @@ GPT2 = Names(
     blocks="h",
     ends={"embedding": "wte", "positions": "wpe", "final_norm": "ln_f"},
     layers={
-        "attention_norm": Layer("ln_1"),
-        "attention.query": Layer("attn.c_attn", transposed=True, part=0, parts=3),
-        "attention.key": Layer("attn.c_attn", transposed=True, part=1, parts=3),
-        "attention.value": Layer("attn.c_attn", transposed=True, part=2, parts=3),
-        "attention.output": Layer("attn.c_proj", transposed=True),
-        "ffn_norm": Layer("ln_2"),
-        "ffn.up": Layer("mlp.c_fc", transposed=True),
-        "ffn.down": Layer("mlp.c_proj", transposed=True),
+        "attention_norm": "ln_1",
+        "attention.output": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "ffn.up": "mlp.c_fc",
+        "ffn.down": "mlp.c_proj",
     },
     ignored=r"h\.\d+\.attn\.(bias|masked_bias)",
+    fused="attn.c_attn",
+    transposed=True,
 )
 
 
@@ -128,15 +119,15 @@ LLAMA = Names(
     blocks="layers",
     ends={"embedding": "embed_tokens", "final_norm": "norm"},
     layers={
-        "attention_norm": Layer("input_layernorm"),
-        "attention.query": Layer("self_attn.q_proj"),
-        "attention.key": Layer("self_attn.k_proj"),
-        "attention.value": Layer("self_attn.v_proj"),
-        "attention.output": Layer("self_attn.o_proj"),
-        "ffn_norm": Layer("post_attention_layernorm"),
-        "ffn.gate": Layer("mlp.gate_proj"),
-        "ffn.up": Layer("mlp.up_proj"),
-        "ffn.down": Layer("mlp.down_proj"),
+        "attention_norm": "input_layernorm",
+        "attention.query": "self_attn.q_proj",
+        "attention.key": "self_attn.k_proj",
+        "attention.value": "self_attn.v_proj",
+        "attention.output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn.gate": "mlp.gate_proj",
+        "ffn.up": "mlp.up_proj",
+        "ffn.down": "mlp.down_proj",
     },
     ignored=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
 )
@@ -148,14 +139,13 @@ NEOX = Names(
     blocks="layers",
     ends={"embedding": "embed_in", "final_norm": "final_layer_norm"},
     layers={
-        "attention_norm": Layer("input_layernorm"),
-        "attention.query": Layer("attention.query_key_value", part=0, parts=3, by_head=True),
-        "attention.key": Layer("attention.query_key_value", part=1, parts=3, by_head=True),
-        "attention.value": Layer("attention.query_key_value", part=2, parts=3, by_head=True),
-        "attention.output": Layer("attention.dense"),
-        "ffn_norm": Layer("post_attention_layernorm"),
-        "ffn.up": Layer("mlp.dense_h_to_4h"),
-        "ffn.down": Layer("mlp.dense_4h_to_h"),
+        "attention_norm": "input_layernorm",
+        "attention.output": "attention.dense",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn.up": "mlp.dense_h_to_4h",
+        "ffn.down": "mlp.dense_4h_to_h",
     },
     ignored=r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
+    fused="attention.query_key_value",
+    by_head=True,
 )
