@@ -30,7 +30,6 @@ import torch
 from mpi4py import MPI
 
 from hpcllm.checkpoint.archive import compress
-from hpcllm.checkpoint.directory import read_directory
 from hpcllm.checkpoint.folder import DAMAGED, load_newest
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.restore import restore, tokenizer_json
@@ -100,15 +99,16 @@ def make_checkpoint(folder: Path, model: ModelConfig, step: int) -> Path:
 
 def regions(path: Path) -> dict[str, list[tuple[int, int]]]:
     """Which bytes (first, one past) of a file are what: every byte is in one region."""
-    directory = read_directory(path)
+    with Checkpoint.open(path) as checkpoint:
+        datasets = checkpoint.datasets
     front = int(path.read_bytes()[:64].split()[5])
     index_bytes = len(path.read_bytes()[:front].rstrip(b"\0"))
     tensors = [
         (place, place + length)
-        for stored in directory.datasets.values()
+        for stored in datasets.values()
         for place, length in map(stored.extent, range(stored.spec.blocks))
     ]
-    tables = _tables(path, front)
+    tables = _tables(path, front, sum(stored.spec.blocks for stored in datasets.values()))
     found = {"index": [(0, index_bytes)], "rest of the front": [(index_bytes, front)], "tensors": tensors, **tables}
     taken = sorted(extent for extents in found.values() for extent in extents)
     ends = [0, *(end for _, end in taken)]
@@ -116,9 +116,8 @@ def regions(path: Path) -> dict[str, list[tuple[int, int]]]:
     return {**found, "HDF5 tables and gaps": gaps}
 
 
-def _tables(path: Path, front: int) -> dict[str, list[tuple[int, int]]]:
+def _tables(path: Path, front: int, blocks: int) -> dict[str, list[tuple[int, int]]]:
     index = json.loads(path.read_bytes()[:front].split(b"\n", 1)[1].rstrip(b"\0"))
-    blocks = sum(stored.spec.blocks for stored in read_directory(path).datasets.values())
     words = {"checksums": 1, "packed": 3}
     return {f"/{name}": [(place, place + 8 * words[name] * blocks)] for name, place in index["tables"].items()}
 

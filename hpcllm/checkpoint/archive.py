@@ -22,28 +22,16 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 
-from hpcllm.checkpoint import file_layout
+from hpcllm.checkpoint import file_layout, layout
 from hpcllm.checkpoint.exchange import FirstError
 from hpcllm.checkpoint.header import Index, header_bytes
-from hpcllm.checkpoint.layout import (
-    STORED_AS,
-    ZSTD_FILTER,
-    Block,
-    DatasetSpec,
-    as_bytes,
-    block_bytes,
-    blocks_of,
-    checksum,
-    filter_mask,
-    my_blocks,
-    pack,
-)
+from hpcllm.checkpoint.layout import Block, DatasetSpec, checksum
 from hpcllm.checkpoint.reader import Checkpoint, map_ahead
 from hpcllm.checkpoint.slabs import Slab
 from hpcllm.checkpoint.writer import prepare, write
 from hpcllm.errors import CheckpointError, DataError, HpcllmError
-from hpcllm.mpi.collective_errors import on_root, raise_if_any_failed, rank_and_size
-from hpcllm.system.raw_files import make_dataset
+from hpcllm.mpi.collective_errors import REPORT_LIMIT_S, on_root, raise_if_any_failed, rank_and_size
+from hpcllm.system.raw_files import disk_errors, make_dataset
 from hpcllm.system.text import printable, size_text
 
 if TYPE_CHECKING:
@@ -83,7 +71,7 @@ def compress(
     level: int = 1,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Report:
-    """Write the archive of a checkpoint. All ranks pack, rank 0 writes. Collective over comm.
+    """Write the archive of a checkpoint. All ranks layout.pack, rank 0 writes. Collective over comm.
 
     level: of Zstandard. advance: rank 0 gets the bytes of tensors that are packed, as they are. Raises DataError if
     the source is an archive, CheckpointError on all ranks if it is damaged or the target cannot be written: there is
@@ -116,7 +104,7 @@ def decompress(
             raise _everywhere(DataError(f"{source} is no archive, so it is what decompress would write"))
         specs = checkpoint.specs
         rank, ranks = rank_and_size(comm)
-        blocks = my_blocks(specs, rank, ranks)
+        blocks = layout.my_blocks(specs, rank, ranks)
         slabs = [specs[name].block(name, index) for name, index in blocks]
         unpacked = zip(slabs, map_ahead(lambda block: checkpoint.read_block(*block), blocks, ranks), strict=True)
 
@@ -146,15 +134,13 @@ def _report(checkpoint: Checkpoint, target: Path, started_s: float) -> Report:
 
 def _create(temporary: Path, target: Path, index: Index, level: int) -> int:
     """Create the file with all datasets and no chunk. Returns the size of its header."""
-    try:
+    with disk_errors(CheckpointError, f"cannot create {target}"):
         size = header_bytes(index)
         temporary.parent.mkdir(parents=True, exist_ok=True)
         with file_layout.create(temporary, size) as file:
             for name in sorted(index.datasets):
                 _add_chunked(file, name, index.datasets[name], level)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"cannot create {target}: {file_layout.reason(error)}") from error
-    return size
+        return size
 
 
 def _add_chunked(file: h5py.File, name: str, spec: DatasetSpec, level: int) -> None:
@@ -163,8 +149,8 @@ def _add_chunked(file: h5py.File, name: str, spec: DatasetSpec, level: int) -> N
     creation.set_chunk(spec.block_shape or (1,))
     creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     creation.set_shuffle()
-    creation.set_filter(ZSTD_FILTER, h5py.h5z.FLAG_OPTIONAL, (level,))  # optional: this process has no such filter
-    make_dataset(file, name, spec.shape or (1,), STORED_AS[spec.dtype], creation)
+    creation.set_filter(layout.ZSTD_FILTER, h5py.h5z.FLAG_OPTIONAL, (level,))  # this process has none
+    make_dataset(file, name, spec.shape or (1,), layout.STORED_AS[spec.dtype], creation)
     file_layout.set_dtype(file, name, spec)
 
 
@@ -177,7 +163,7 @@ def _pack_blocks(
     """
     comm, specs = checkpoint.comm, checkpoint.specs
     rank, ranks = rank_and_size(comm)
-    blocks = blocks_of(specs)
+    blocks = layout.blocks_of(specs)
     first = FirstError()
 
     def packed_or_empty(block: Block) -> bytes:
@@ -193,17 +179,17 @@ def _pack_blocks(
     else:
         turns = (number % ranks for number in range(len(blocks)))
         chunks = (_receive(comm, turn) if comm and turn else next(mine) for turn in turns)
-        with first:
+        with first, disk_errors(CheckpointError, f"cannot write {temporary}"):
             packed = _write_chunks(temporary, specs, zip(blocks, chunks, strict=True), advance)
         for _ in chunks:  # of ranks that go on, if this one could not
             pass
-    raise_if_any_failed(comm, _as_checkpoint_error(first.error, temporary))
+    raise_if_any_failed(comm, first.error)
     return packed
 
 
 def _packed(checkpoint: Checkpoint, block: Block, level: int) -> bytes:
     spec = checkpoint.datasets[block[0]].spec
-    return pack(as_bytes(checkpoint.read_block(*block)), spec.item_bytes, spec.chunk_bytes, level)
+    return layout.pack(layout.as_bytes(checkpoint.read_block(*block)), spec.item_bytes, spec.chunk_bytes, level)
 
 
 def _write_chunks(
@@ -220,9 +206,9 @@ def _write_chunks(
                 break
             start = specs[name].block(name, index).start or (0,)
             dataset = file[name].id
-            dataset.write_direct_chunk(start, chunk, filter_mask(len(chunk), specs[name].chunk_bytes))
+            dataset.write_direct_chunk(start, chunk, layout.filter_mask(len(chunk), specs[name].chunk_bytes))
             places.append((dataset.get_chunk_info_by_coord(start).byte_offset, len(chunk), checksum(chunk)))
-            advance(block_bytes(specs, (name, index)))
+            advance(layout.block_bytes(specs, (name, index)))
         size = file.userblock_size
     packed = np.array(places, dtype=np.uint64).reshape(-1, 3)
     if len(packed):
@@ -244,16 +230,9 @@ def _base(temporary: Path, first: np.ndarray, header_size: int) -> int:
     raise CheckpointError(f"{temporary} does not have its first chunk where HDF5 says")
 
 
-def _as_checkpoint_error(error: Exception | None, temporary: Path) -> Exception | None:
-    if isinstance(error, OSError | ValueError | RuntimeError):  # as the library has them
-        return CheckpointError(f"cannot write {temporary}: {file_layout.reason(error)}")
-    return error
-
-
 def _send(comm: MPI.Intracomm, chunk: bytes) -> None:
     """Send a chunk to rank 0, when it receives it."""
-    from hpcllm.mpi.collective_errors import REPORT_LIMIT_S
-    from hpcllm.mpi.wait import Waits
+    from hpcllm.mpi.wait import Waits  # starts MPI
 
     Waits(REPORT_LIMIT_S).all([comm.Isend(np.frombuffer(chunk, np.uint8), 0)], lambda: "rank 0 to write what is packed")
 
@@ -261,8 +240,7 @@ def _send(comm: MPI.Intracomm, chunk: bytes) -> None:
 def _receive(comm: MPI.Intracomm, rank: int) -> bytes:
     from mpi4py import MPI
 
-    from hpcllm.mpi.collective_errors import REPORT_LIMIT_S
-    from hpcllm.mpi.wait import Waits
+    from hpcllm.mpi.wait import Waits  # starts MPI
 
     status = MPI.Status()
     what = f"a chunk that rank {rank} packs"

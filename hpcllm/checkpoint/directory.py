@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from hpcllm.checkpoint.header import Extent, Index, check_header, gaps_between, parse_index, read_header
-from hpcllm.checkpoint.layout import CHECKSUMS, PACKED, Attribute, DatasetSpec, as_bytes, checksum_ranges
+from hpcllm.checkpoint.layout import CHECKSUMS, PACKED, DatasetSpec, as_bytes
 from hpcllm.checkpoint.slabs import Slab
 from hpcllm.errors import CheckpointError
+from hpcllm.system.raw_files import disk_errors, read_at
 
 PACKED_WORDS = 3  # offset, bytes, XXH3 of the bytes of a packed block
 _TABLE = np.dtype("<u8")
-_REQUEST_BYTES = 1 << 23  # Linux cuts calls at 2 GiB
 
 
 @dataclass(frozen=True)
@@ -51,91 +50,46 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Directory:
-    """Content of a file without its tensors."""
-
-    file_bytes: int
-    datasets: dict[str, Stored]
-    attributes: Mapping[str, Attribute]
-
-
-@dataclass(frozen=True)
 class Tables:
-    """The checked bytes of which a directory is made, as they lie in a file; rank 0 sends them to other ranks."""
+    """Checked bytes of index and tables, as they lie in a file; rank 0 sends them to other ranks."""
 
     index: bytes
     checksums: np.ndarray  # (blocks,) uint64
     packed: np.ndarray | None  # (blocks, 3) uint64, in an archive
 
 
-def read_directory(path: Path) -> Directory:
-    """Read and check everything but the tensors. Not collective. Raises CheckpointError."""
-    descriptor = open_regular(path)
-    try:
-        return make_directory(read_tables(descriptor, path))
-    finally:
-        os.close(descriptor)
-
-
 def read_tables(descriptor: int, path: Path) -> Tables:
     """Read and check everything but the tensors. path: for messages. Raises CheckpointError."""
-    try:
-        return _read_tables(descriptor)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except MemoryError as error:
-        raise CheckpointError(f"{path}: there is no memory for its tables: {error}") from error
-
-
-def make_directory(tables: Tables) -> Directory:
-    """The directory of a file, from its checked tables."""
-    index = parse_index(tables.index)
-    datasets = {}
-    for name, place in checksum_ranges(index.datasets).items():
-        part = slice(place.start, place.stop)
-        packed = None if tables.packed is None else tables.packed[part]
-        datasets[name] = Stored(name, index.datasets[name], index.offsets.get(name, 0), tables.checksums[part], packed)
-    return Directory(index.file_bytes, datasets, index.attributes)
+    with disk_errors(CheckpointError, f"cannot read {path}"):
+        try:
+            return _read_tables(descriptor)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        except MemoryError as error:
+            raise CheckpointError(f"{path}: there is no memory for its tables: {error}") from error
 
 
 def open_regular(path: Path) -> int:
     """Open a regular file for reading; returns a descriptor, to be closed by the caller. Raises CheckpointError."""
-    descriptor = -1
-    try:
+    with disk_errors(CheckpointError, f"cannot read {path}"):
         if stat.S_ISREG(os.stat(path).st_mode):  # first, as to open a device can have effects
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
             if stat.S_ISREG(os.fstat(descriptor).st_mode):
                 return descriptor
             os.close(descriptor)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
     raise CheckpointError(f"cannot read {path}: it is a directory, pipe or device; valid: a regular file")
-
-
-def read_at(descriptor: int, out: memoryview, offset: int) -> int:
-    """Fill `out`, bytes, from byte `offset` of the file on; returns how many there were. Raises OSError."""
-    done = 0
-    while done < len(out):
-        count = os.preadv(descriptor, [out[done : done + _REQUEST_BYTES]], offset + done)
-        if count == 0:
-            break
-        done += count
-    return done
 
 
 def is_ours(path: Path) -> bool:
     """True if a file begins as our checkpoints do, sound or not. Raises CheckpointError if it cannot be read."""
     descriptor = open_regular(path)
-    try:
-        read_header(descriptor)
-    except CheckpointError:
-        return False
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
+    with disk_errors(CheckpointError, f"cannot read {path}"):
+        try:
+            read_header(descriptor)
+        except CheckpointError:
+            return False
+        finally:
+            os.close(descriptor)
     return True
 
 

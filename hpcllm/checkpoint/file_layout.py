@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -28,7 +27,7 @@ from hpcllm.checkpoint.header import Index, write_header
 from hpcllm.checkpoint.layout import CHECKSUMS, COMPLETE, DTYPE_ATTRIBUTE, PACKED, STORED_AS, DatasetSpec
 from hpcllm.errors import CheckpointError
 from hpcllm.mpi.collective_errors import on_root, rank_and_size
-from hpcllm.system.raw_files import allocate, sync
+from hpcllm.system.raw_files import allocate, disk_errors, sync
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -134,7 +133,7 @@ def finish(
     """
     tables = {CHECKSUMS: checksums} if packed is None else {CHECKSUMS: checksums, PACKED: packed}
     offsets = {}
-    try:
+    with disk_errors(CheckpointError, f"cannot finish {path}"):
         with h5py.File(temporary, "r+", libver=_LIBVER, locking=False) as file:
             for name, table in tables.items():
                 dataset = file.create_dataset(name, data=table.astype("<u8"), track_times=False)
@@ -147,12 +146,3 @@ def finish(
         sync(temporary)
         temporary.replace(path)
         sync(path.parent)
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
-        raise CheckpointError(f"cannot finish {path}: {reason(error)}") from error
-
-
-def reason(error: Exception) -> str:
-    """The cause of an error in the operating system's words where it has some; HDF5 hides errno in a text."""
-    if number := re.search(r"errno = (\d+)", str(error)):
-        return os.strerror(int(number[1]))
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -28,12 +28,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from hpcllm.checkpoint.directory import read_directory
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.verify import verify_file
 from hpcllm.config.schema import CheckpointConfig
 from hpcllm.errors import CheckpointError, DataError
 from hpcllm.mpi.collective_errors import on_root
+from hpcllm.system.raw_files import disk_errors
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -58,12 +58,9 @@ def step_of(path: Path) -> int | None:
 
 def newest_first(folder: Path) -> list[Path]:
     """The checkpoints of a folder, by step; none if there is no such folder. Raises CheckpointError."""
-    try:
-        steps = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"cannot list {folder}: {error.strerror}") from error
+    with disk_errors(CheckpointError, f"cannot list {folder}"):
+        found = list(folder.iterdir()) if folder.exists() else []
+    steps = [(step, path) for path in found if (step := step_of(path)) is not None]
     return [path for _, path in sorted(steps, reverse=True)]
 
 
@@ -180,7 +177,8 @@ class Retention:
         key = path, facts.st_mtime_ns, facts.st_size
         if key not in self._known:
             try:
-                loss = read_directory(path).attributes.get("run/validation_loss")
+                with Checkpoint.open(path) as checkpoint:
+                    loss = checkpoint.attributes.get("run/validation_loss")
                 self._known[key] = Found(path, True, loss if isinstance(loss, float) else math.inf)
             except CheckpointError:
                 self._known[key] = Found(path, sound=False)
@@ -222,10 +220,8 @@ def sweep(folder: Path) -> list[Path]:
 def _deleted(paths: Iterable[Path]) -> list[Path]:
     deleted = []
     for path in paths:
-        try:
+        with disk_errors(CheckpointError, f"cannot delete {path}"):
             path.unlink(missing_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot delete {path}: {error.strerror}") from error
         deleted.append(path)
     return deleted
 

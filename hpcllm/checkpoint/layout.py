@@ -37,8 +37,9 @@ import numpy as np
 import xxhash
 import zstandard
 
-from hpcllm.checkpoint.slabs import Slab, share
+from hpcllm.checkpoint.slabs import Slab, place_of
 from hpcllm.errors import CheckpointError
+from hpcllm.mpi.partition import share
 
 Attribute = str | int | float | bool
 Block = tuple[str, int]  # dataset, number of the block in it
@@ -120,23 +121,16 @@ class DatasetSpec:
 
     def block_offset(self, block: Slab) -> int:
         """Byte of the dataset at which a block begins."""
-        place = 0
-        for s, n in zip(block.start, self.shape, strict=True):
-            place = place * n + s
-        return place * self.item_bytes
+        return place_of(block.start, self.shape) * self.item_bytes
 
     def touching(self, slab: Slab) -> Iterator[int]:
         """Blocks that share an element with a slab of the dataset, ascending."""
         if not slab.elements:
             return
         size = self.block_shape
-        grid = _grid(self.shape, size)
         cells = [range(s // n, (s + m - 1) // n + 1) for s, m, n in zip(slab.start, slab.shape, size, strict=True)]
-        for place in itertools.product(*cells):
-            index = 0
-            for at, n in zip(place, grid, strict=True):
-                index = index * n + at
-            yield index
+        grid = _grid(self.shape, size)
+        yield from (place_of(cell, grid) for cell in itertools.product(*cells))
 
 
 def check_spec(name: str, spec: DatasetSpec) -> None:

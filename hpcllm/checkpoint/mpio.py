@@ -23,6 +23,7 @@ from hpcllm.checkpoint.plan import Plan, check_array
 from hpcllm.checkpoint.slabs import Slab, boxes
 from hpcllm.errors import CheckpointError, ConfigError
 from hpcllm.mpi.collective_errors import raise_if_any_failed
+from hpcllm.system.raw_files import disk_errors
 
 REQUEST_BYTES = 1 << 30  # older MPI-IO and HDF5 count bytes of a request in 32 bits
 
@@ -47,12 +48,13 @@ def write(
     error: Exception | None = None
     offsets: dict[str, int] = {}
     try:
-        offsets = file_layout.allocate_datasets(temporary, plan.specs, header_bytes, driver="mpio", comm=comm)
-        with h5py.File(temporary, "r+", driver="mpio", comm=comm) as file:
-            error = _write_all(file, comm, plan, array_of)
-            file.flush()
-    except (OSError, ValueError, RuntimeError) as fault:
-        error = CheckpointError(f"cannot write {temporary}: {file_layout.reason(fault)}")
+        with disk_errors(CheckpointError, f"cannot write {temporary}"):
+            offsets = file_layout.allocate_datasets(temporary, plan.specs, header_bytes, driver="mpio", comm=comm)
+            with h5py.File(temporary, "r+", driver="mpio", comm=comm) as file:
+                error = _write_all(file, comm, plan, array_of)
+                file.flush()
+    except CheckpointError as fault:
+        error = fault
     raise_if_any_failed(comm, error)
     return offsets
 

@@ -14,27 +14,20 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from hpcllm.checkpoint.directory import (
-    PACKED_WORDS,
-    Directory,
-    Stored,
-    Tables,
-    make_directory,
-    open_regular,
-    read_at,
-    read_tables,
-)
-from hpcllm.checkpoint.layout import STORED_AS, Attribute, DatasetSpec, as_bytes, checksum, unpack
+from hpcllm.checkpoint.directory import PACKED_WORDS, Stored, Tables, open_regular, read_tables
+from hpcllm.checkpoint.header import parse_index
+from hpcllm.checkpoint.layout import STORED_AS, DatasetSpec, as_bytes, checksum, checksum_ranges, unpack
 from hpcllm.checkpoint.slabs import Slab, fits, intersection, part_of, stretch, whole
 from hpcllm.errors import CheckpointError
 from hpcllm.mpi.collective_errors import on_root, raise_if_any_failed
+from hpcllm.system.raw_files import disk_errors, read_at
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -48,13 +41,17 @@ _MOST_THREADS = 16  # a file system gives no more to one process, and each holds
 class Checkpoint:
     """An open checkpoint; close it, or use it in a `with` statement."""
 
-    def __init__(self, path: Path, comm: MPI.Intracomm | None, directory: Directory, descriptor: int) -> None:
-        self.path = path
-        self.comm = comm
-        self.datasets: Mapping[str, Stored] = directory.datasets
-        self.attributes: Mapping[str, Attribute] = directory.attributes
-        self.file_bytes = directory.file_bytes
-        self._descriptor = descriptor
+    def __init__(self, path: Path, comm: MPI.Intracomm | None, tables: Tables, descriptor: int) -> None:
+        self.path, self.comm, self._descriptor = path, comm, descriptor
+        index = parse_index(tables.index)
+        self.attributes, self.file_bytes = index.attributes, index.file_bytes
+        self.is_packed = tables.packed is not None  # an archive
+        self.datasets: dict[str, Stored] = {}
+        for name, places in checksum_ranges(index.datasets).items():
+            part = slice(places.start, places.stop)
+            packed = None if tables.packed is None else tables.packed[part]
+            spec, offset = index.datasets[name], index.offsets.get(name, 0)
+            self.datasets[name] = Stored(name, spec, offset, tables.checksums[part], packed)
 
     @classmethod
     def open(cls, path: Path, comm: MPI.Intracomm | None = None) -> Checkpoint:
@@ -66,7 +63,7 @@ class Checkpoint:
             error = fault
         try:
             raise_if_any_failed(comm, error)
-            return cls(path, comm, make_directory(_broadcast_tables(descriptor, path, comm)), descriptor)
+            return cls(path, comm, _broadcast_tables(descriptor, path, comm), descriptor)
         except BaseException:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -82,11 +79,6 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def is_packed(self) -> bool:
-        """True for an archive."""
-        return any(stored.packed is not None for stored in self.datasets.values())
 
     @property
     def specs(self) -> dict[str, DatasetSpec]:
@@ -155,10 +147,8 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {what} {error}") from error
 
     def _pread(self, stored: Stored, index: int, out: memoryview, offset: int) -> None:
-        try:
+        with disk_errors(CheckpointError, f"{self.path}: cannot read {_name(stored, index)}"):
             count = read_at(self._descriptor, out, offset)
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot read {_name(stored, index)}: {error.strerror}") from error
         if count < len(out):
             raise CheckpointError(
                 f"{self.path}: ends at byte {offset + count:,}, inside {_name(stored, index)}; it was cut"

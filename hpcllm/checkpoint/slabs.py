@@ -14,11 +14,10 @@ Names carry no rank. A checkpoint written under one split is read under any othe
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 Box = tuple[tuple[int, int], ...]  # (first, one past) on each dim
@@ -56,12 +55,12 @@ def runs(slab: Slab, global_shape: tuple[int, ...], item_bytes: int) -> Iterator
     """
     if slab.elements == 0:
         return
-    strides = _strides(global_shape, item_bytes)
-    dim = _run_dim(slab, global_shape)
-    first = sum(s * stride for s, stride in zip(slab.start, strides, strict=True))
-    length = item_bytes * math.prod(slab.shape[dim:])
-    for index in itertools.product(*(range(n) for n in slab.shape[:dim])):
-        yield first + sum(i * stride for i, stride in zip(index, strides, strict=False)), length
+    dim = max(len(global_shape) - 1, 0)  # the first one along which a whole stretch is one run
+    while dim > 0 and slab.shape[dim] == global_shape[dim]:
+        dim -= 1
+    rest = slab.start[dim:]
+    for index in itertools.product(*(range(s, s + n) for s, n in zip(slab.start, slab.shape[:dim], strict=False))):
+        yield item_bytes * place_of((*index, *rest), global_shape), item_bytes * math.prod(slab.shape[dim:])
 
 
 def part_of(inner: Slab, outer: Slab) -> tuple[slice, ...] | None:
@@ -73,17 +72,19 @@ def part_of(inner: Slab, outer: Slab) -> tuple[slice, ...] | None:
     return tuple(slice(b, e) for b, e in zip(begins, ends, strict=True))
 
 
-def overlap(one: Slab, other: Slab) -> bool:
-    """True if two slabs of one dataset share an element."""
-    dims = zip(one.start, one.shape, other.start, other.shape, strict=True)
-    return all(max(s, t) < min(s + n, t + m) for s, n, t, m in dims)
-
-
 def intersection(one: Slab, other: Slab) -> Slab:
     """The slab of elements that two slabs of one dataset share; empty if there are none."""
     start = tuple(max(s, t) for s, t in zip(one.start, other.start, strict=True))
     ends = (min(s + n, t + m) for s, n, t, m in zip(one.start, one.shape, other.start, other.shape, strict=True))
     return Slab(one.dataset, start, tuple(max(end - s, 0) for s, end in zip(start, ends, strict=True)))
+
+
+def place_of(index: Iterable[int], shape: Iterable[int]) -> int:
+    """Number of an element of a tensor in C order."""
+    place = 0
+    for at, n in zip(index, shape, strict=True):
+        place = place * n + at
+    return place
 
 
 def stretch(inner: Slab, outer: Slab) -> int | None:
@@ -94,10 +95,7 @@ def stretch(inner: Slab, outer: Slab) -> int | None:
     dims = [dim for dim, (n, m) in enumerate(zip(inner.shape, outer.shape, strict=True)) if n != m]
     if dims and any(n != 1 for n in inner.shape[: dims[-1]]):
         return None
-    place = 0
-    for s, t, m in zip(inner.start, outer.start, outer.shape, strict=True):
-        place = place * m + s - t
-    return place
+    return place_of((s - t for s, t in zip(inner.start, outer.start, strict=True)), outer.shape)
 
 
 def uncovered(global_shape: tuple[int, ...], slabs: Iterable[Slab]) -> str | None:
@@ -139,30 +137,6 @@ def boxes(shape: tuple[int, ...], first: int, end: int) -> Iterator[tuple[tuple[
     if row < last_row:
         yield (row, *(0 for _ in shape[1:])), (last_row - row, *shape[1:])
     yield from _in_row(last_row, shape, 0, left)
-
-
-def share(sizes: Sequence[int], rank: int, ranks: int) -> range:
-    """Share of a rank in some pieces of work, laid end to end: those whose middle lies in its equal part.
-
-    No rank gets more than the mean plus the largest piece.
-    """
-    ends = list(itertools.accumulate(sizes))
-    total = ends[-1] if ends else 0
-    middles = [ranks * (2 * end - size) for end, size in zip(ends, sizes, strict=True)]  # scaled to whole numbers
-    first, end = (bisect.bisect_left(middles, 2 * total * at) for at in (rank, rank + 1))
-    return range(first, len(sizes) if rank == ranks - 1 else end)
-
-
-def _strides(shape: tuple[int, ...], item_bytes: int) -> list[int]:
-    return [item_bytes * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-
-
-def _run_dim(slab: Slab, global_shape: tuple[int, ...]) -> int:
-    """The first dim along which a whole stretch is one run: every later dim is taken in full."""
-    dim = max(len(global_shape) - 1, 0)
-    while dim > 0 and slab.shape[dim] == global_shape[dim]:
-        dim -= 1
-    return dim
 
 
 def _in_row(

@@ -17,7 +17,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ from hpcllm.checkpoint.plan import Plan, check_array
 from hpcllm.checkpoint.slabs import Slab
 from hpcllm.errors import CheckpointError, StallError
 from hpcllm.mpi.collective_errors import on_root, raise_if_any_failed, rank_and_size
-from hpcllm.system.raw_files import sync, write_at
+from hpcllm.system.raw_files import disk_errors, sync, write_at
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -138,7 +138,7 @@ class BlockFile:
         if self._offsets is not None:
             spec = self._specs[dataset]
             offset = self._offsets[dataset] + spec.block_offset(spec.block(dataset, index))
-            with self._as_checkpoint_error():
+            with self._errors():
                 if self._descriptor < 0:
                     self._descriptor = os.open(self._path, os.O_WRONLY)
                 write_at(self._descriptor, data, offset)
@@ -151,12 +151,12 @@ class BlockFile:
     def sync(self) -> None:
         """Return once the blocks are on disk."""
         if self._descriptor >= 0:
-            with self._as_checkpoint_error():
+            with self._errors():
                 os.fsync(self._descriptor)
 
     def close(self) -> None:
         if self._descriptor >= 0:
-            with self._as_checkpoint_error():
+            with self._errors():
                 os.close(self._descriptor)
 
     def _drop_from_memory(self, offset: int, length: int) -> None:
@@ -165,34 +165,25 @@ class BlockFile:
             with contextlib.suppress(OSError):  # only advice
                 os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_DONTNEED)
 
-    @contextlib.contextmanager
-    def _as_checkpoint_error(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(f"cannot write {self._path}: {file_layout.reason(error)}") from error
+    def _errors(self) -> contextlib.AbstractContextManager[None]:
+        return disk_errors(CheckpointError, f"cannot write {self._path}")
 
 
 def _make_room(temporary: Path, path: Path, index: Index, settings: Settings) -> tuple[str, int]:
     """Make the folder, and an empty file if its stripes are to be set. Returns a note or "", and the header's size."""
     size = header_bytes(index)
-    try:
+    with disk_errors(CheckpointError, f"cannot create {path}"):
         temporary.parent.mkdir(parents=True, exist_ok=True)
         file_layout.check_space(temporary.parent, index.datasets)
         stripes = settings.stripe_count
-        note = file_layout.set_stripes(temporary, stripes, settings.stripe_mib) if stripes else ""
-    except OSError as error:
-        raise CheckpointError(f"cannot create {path}: {file_layout.reason(error)}") from error
-    return note, size
+        return (file_layout.set_stripes(temporary, stripes, settings.stripe_mib) if stripes else ""), size
 
 
 def _create(temporary: Path, path: Path, specs: Mapping[str, DatasetSpec], size: int) -> dict[str, int]:
-    try:
+    with disk_errors(CheckpointError, f"cannot create {path}"):
         offsets = file_layout.allocate_datasets(temporary, specs, size)
         sync(temporary)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"cannot create {path}: {file_layout.reason(error)}") from error
-    return offsets
+        return offsets
 
 
 def _write_blocks(

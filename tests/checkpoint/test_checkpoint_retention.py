@@ -103,9 +103,8 @@ def test_a_damaged_newest_does_not_cost_the_last_sound_one(tmp_path, write_alone
 
 def test_a_file_is_looked_into_again_only_when_it_has_changed(tmp_path, write_alone, monkeypatch):
     opened = []
-    monkeypatch.setattr(
-        run_folder, "read_directory", lambda path, read=run_folder.read_directory: (opened.append(path), read(path))[1]
-    )
+    opens = run_folder.Checkpoint.open
+    monkeypatch.setattr(run_folder.Checkpoint, "open", lambda path: (opened.append(path), opens(path))[1])
     path, folder = write_alone(tmp_path / file_name(1)), Retention(tmp_path)
     assert folder.look(path).sound
     assert folder.look(path).sound

@@ -22,7 +22,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from hpcllm.data.tokenizer import END_OF_TEXT_NAMES
 from hpcllm.errors import HuggingFaceError
 from hpcllm.model.shapes import parameter_shapes
 from hpcllm.mpi.collective_errors import on_all, on_root, rank_and_size
-from hpcllm.system.raw_files import sync, write_at
+from hpcllm.system.raw_files import disk_errors, sync, write_at
 
 DTYPE_OPTIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as on the command line -> as files have it
 
@@ -122,7 +122,7 @@ def _file_name(number: int, shards: int) -> str:
 
 
 def _create(folder: Path, plan: ExportPlan) -> None:
-    try:
+    with disk_errors(HuggingFaceError, f"cannot create {folder}"):
         folder.mkdir(parents=True)
         space = os.statvfs(folder)
         free, needed = space.f_bavail * space.f_frsize, sum(map(plan.file_bytes, plan.headers))
@@ -132,66 +132,43 @@ def _create(folder: Path, plan: ExportPlan) -> None:
             with (folder / file).open("xb") as out:
                 out.write(header)
                 out.truncate(plan.file_bytes(file))
-    except OSError as error:
-        raise HuggingFaceError(f"cannot create {folder}: {error.strerror}") from error
 
 
 def _write_blocks(
     checkpoint: Checkpoint, kind: str, plan: ExportPlan, folder: Path, advance: Callable[[int], None]
 ) -> None:
-    comm = checkpoint.comm
-    rank, ranks = rank_and_size(comm)
+    rank, ranks = rank_and_size(checkpoint.comm)
     specs = {name: checkpoint.datasets[f"{kind}/{name}"].spec for name in plan.tensor_map}
     blocks = my_blocks(specs, rank, ranks)
 
     def copy() -> None:
-        with _Files(folder) as files:
+        files: dict[str, BinaryIO] = {}
+        with contextlib.ExitStack() as closing:
             read = map_ahead(lambda block: checkpoint.read_block(f"{kind}/{block[0]}", block[1]), blocks, ranks)
             for (name, index), values in zip(blocks, read, strict=True):
                 advance(values.nbytes)
-                values = cast(
-                    values, specs[name].dtype, plan.specs[plan.tensor_map[name].name].dtype, f"{MODEL}/{name}"
-                )
-                _write(files, values, specs[name].block(name, index), plan)
-            files.sync()
+                theirs = plan.tensor_map[name].name
+                file = plan.files[theirs]
+                if file not in files:
+                    files[file] = closing.enter_context((folder / file).open("r+b", buffering=0))
+                values = cast(values, specs[name].dtype, plan.specs[theirs].dtype, f"{MODEL}/{name}")
+                _write(files[file].fileno(), values, specs[name].block(name, index), plan)
+            for out in files.values():
+                os.fsync(out.fileno())
 
-    on_all(comm, copy)
+    on_all(checkpoint.comm, copy)
 
 
-def _write(files: _Files, values: np.ndarray, block: Slab, plan: ExportPlan) -> None:
+def _write(descriptor: int, values: np.ndarray, block: Slab, plan: ExportPlan) -> None:
     """Write a block of ours into its places in theirs."""
     tensor = plan.tensor_map[block.dataset]
-    spec, file, offset = plan.specs[tensor.name], plan.files[tensor.name], plan.offsets[tensor.name]
+    spec, offset = plan.specs[tensor.name], plan.offsets[tensor.name]
     for theirs, rows in tensor.boxes(block, plan.shapes[block.dataset]):
         data = as_bytes(np.ascontiguousarray(values[rows].T if tensor.transposed else values[rows]))
         done = 0
         for begin, length in runs(theirs, spec.shape, spec.item_bytes):
-            write_at(files.descriptor(file), data[done : done + length], offset + begin)
+            write_at(descriptor, data[done : done + length], offset + begin)
             done += length
-
-
-class _Files:
-    """The files that this rank has written to."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._descriptors = folder, dict[str, int]()
-
-    def descriptor(self, file: str) -> int:
-        if file not in self._descriptors:
-            self._descriptors[file] = os.open(self._folder / file, os.O_WRONLY)
-        return self._descriptors[file]
-
-    def sync(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.fsync(descriptor)
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._descriptors.values():
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
 
 
 def _finish(folder: Path, target: Path, plan: ExportPlan, texts: Mapping[str, str]) -> None:
@@ -199,15 +176,13 @@ def _finish(folder: Path, target: Path, plan: ExportPlan, texts: Mapping[str, st
         total = {"total_size": sum(spec.bytes for spec in plan.specs.values())}
         total["total_parameters"] = sum(math.prod(spec.shape) for spec in plan.specs.values())
         texts = {**texts, INDEX: as_json({"metadata": total, "weight_map": dict(sorted(plan.files.items()))})}
-    try:
+    with disk_errors(HuggingFaceError, f"cannot finish {target}"):
         for file, text in texts.items():
             (folder / file).write_text(text, encoding="utf-8")
             sync(folder / file)
         sync(folder)
         folder.replace(target)
         sync(target.parent)
-    except OSError as error:
-        raise HuggingFaceError(f"cannot finish {target}: {error.strerror}") from error
 
 
 def as_json(table: dict[str, Any]) -> str:

@@ -13,17 +13,16 @@ unchecked, and no name in it leads out of the folder, save links that its owner 
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from hpcllm.checkpoint import directory
 from hpcllm.checkpoint.folder import locate
 from hpcllm.checkpoint.huggingface.architectures import read_model
 from hpcllm.checkpoint.huggingface.safetensors import DTYPES, Entry, read_header
@@ -35,6 +34,7 @@ from hpcllm.config.schema import ModelConfig
 from hpcllm.errors import DataError, HuggingFaceError
 from hpcllm.model.shapes import parameter_shapes
 from hpcllm.mpi.collective_errors import on_root
+from hpcllm.system.raw_files import disk_errors, read_at
 from hpcllm.system.text import printable
 
 if TYPE_CHECKING:
@@ -75,10 +75,9 @@ def read_contents(path: Path) -> Contents:
     architecture, model = read_model(settings)
     entries = _entries(path)
     names = architecture.names
-    prefix = names.prefix if _has(entries, f"{names.prefix}.", names.ends["embedding"]) else ""
-    if not prefix and not _has(entries, "", names.ends["embedding"]):
-        prefix = names.prefix  # neither: so that what is missing is called by its usual name
-    tensors = names.tensor_map(model, prefix)
+    embedding = f"{names.ends['embedding']}.weight"  # where neither is there, it is missing under its usual name
+    is_bare = embedding in entries and f"{names.prefix}.{embedding}" not in entries
+    tensors = names.tensor_map(model, "" if is_bare else names.prefix)
     head = f"{names.head}.weight"
     if model.tied and head in entries:
         _check_tied(path, entries, tensors["embedding.weight"].name, head)
@@ -86,7 +85,9 @@ def read_contents(path: Path) -> Contents:
     _check_names(path, model, tensors, {name: entry for name, (_, entry) in entries.items() if name not in ignored})
     notes = [f"{CONFIG} says {key}, which is not known here and was passed over" for key in settings.unknown_keys()]
     if TOKENIZER_FILE not in texts:
-        notes.append(f"there is no {TOKENIZER_FILE}: a model without words" + _other_tokenizer(path))
+        other = f" (tokenizer.model is another format; save {TOKENIZER_FILE})"
+        has_other = (path / "tokenizer.model").exists()
+        notes.append(f"there is no {TOKENIZER_FILE}: a model without words{other if has_other else ''}")
     return Contents(architecture.kind, model, tensors, entries, texts, tuple(notes))
 
 
@@ -101,10 +102,6 @@ def parse(text: str, path: Path) -> dict[str, Any]:
     return table
 
 
-def _has(entries: Mapping[str, Any], prefix: str, layer: str) -> bool:
-    return f"{prefix}{layer}.weight" in entries
-
-
 def _text(path: Path) -> str | None:
     """Read a text file; None if there is none. Raises HuggingFaceError."""
     if not path.exists():
@@ -113,18 +110,14 @@ def _text(path: Path) -> str | None:
     size = _file_bytes(path)
     if size > limit:
         raise HuggingFaceError(f"{path} has {size} bytes; valid: at most {limit}")
-    try:
+    with disk_errors(HuggingFaceError, f"cannot read {path}"):
         return path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise HuggingFaceError(f"cannot read {path}: {error}") from error
 
 
 def _file_bytes(path: Path) -> int:
     """Size of a plain file, or a link to one; anything else could block whoever opens it. Raises HuggingFaceError."""
-    try:
+    with disk_errors(HuggingFaceError, f"cannot read {path}"):
         status = path.stat()
-    except OSError as error:
-        raise HuggingFaceError(f"cannot read {path}: {error.strerror}") from error
     if not stat.S_ISREG(status.st_mode):
         raise HuggingFaceError(f"{path} is not a plain file")
     return status.st_size
@@ -169,10 +162,8 @@ def _index(path: Path) -> dict[str, str] | None:
 def _header(path: Path) -> dict[str, Entry]:
     size = _file_bytes(path)
     try:
-        with path.open("rb") as file:
+        with disk_errors(HuggingFaceError, "cannot be read"), path.open("rb") as file:
             return read_header(file, size)
-    except OSError as error:
-        raise HuggingFaceError(f"cannot read {path}: {error.strerror}") from error
     except HuggingFaceError as error:
         raise HuggingFaceError(f"{path} {error}") from error
 
@@ -202,41 +193,30 @@ def _check_tied(path: Path, entries: Mapping[str, tuple[str, Entry]], embedding:
         )
 
 
-def _same_bytes(path: Path, one: tuple[str, Entry], other: tuple[str, Entry]) -> bool:
-    descriptors = [open_file(path / file) for file, _ in (one, other)]
-    try:
-        for done in range(0, one[1].bytes, _REQUEST_BYTES):
-            parts = [bytearray(min(_REQUEST_BYTES, one[1].bytes - done)) for _ in descriptors]
-            for descriptor, part, (file, entry) in zip(descriptors, parts, (one, other), strict=True):
-                read_at(descriptor, memoryview(part), entry.offset + done, path / file)
+def _same_bytes(path: Path, *two: tuple[str, Entry]) -> bool:
+    with contextlib.ExitStack() as files:
+        opened = [_open(path / file, files) for file, _ in two]
+        for done in range(0, two[0][1].bytes, _REQUEST_BYTES):
+            parts = [bytearray(min(_REQUEST_BYTES, entry.bytes - done)) for _, entry in two]
+            for file, part, (_, entry) in zip(opened, parts, two, strict=True):
+                _fill_from(file, memoryview(part), entry.offset + done)
             if parts[0] != parts[1]:
                 return False
-        return True
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+    return True
 
 
-def _other_tokenizer(path: Path) -> str:
-    return f" (tokenizer.model is another format; save {TOKENIZER_FILE})" if (path / "tokenizer.model").exists() else ""
+def _open(path: Path, files: contextlib.ExitStack) -> BinaryIO:
+    """Open a file for reading until `files` are closed. Raises HuggingFaceError."""
+    with disk_errors(HuggingFaceError, f"cannot read {path}"):
+        return files.enter_context(path.open("rb", buffering=0))
 
 
-def open_file(path: Path) -> int:
-    """Open a file for reading; returns a descriptor. Raises HuggingFaceError."""
-    try:
-        return os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise HuggingFaceError(f"cannot read {path}: {error.strerror}") from error
-
-
-def read_at(descriptor: int, out: memoryview, offset: int, path: Path) -> None:
+def _fill_from(file: BinaryIO, out: memoryview, offset: int) -> None:
     """Fill `out` from byte `offset` of the file on. Raises HuggingFaceError."""
-    try:
-        count = directory.read_at(descriptor, out, offset)
-    except OSError as error:
-        raise HuggingFaceError(f"cannot read {path}: {error.strerror}") from error
+    with disk_errors(HuggingFaceError, f"cannot read {file.name}"):
+        count = read_at(file.fileno(), out, offset)
     if count < len(out):
-        raise HuggingFaceError(f"{path} ends at byte {offset + count}; it was cut while it was read")
+        raise HuggingFaceError(f"{file.name} ends at byte {offset + count}; it was cut while it was read")
 
 
 def which(path: Path) -> tuple[Path, bool]:
@@ -261,7 +241,8 @@ class Folder:
         self.kind, self.model, self.texts, self.notes = contents.kind, contents.model, contents.texts, contents.notes
         self._tensor_map, self._entries = contents.tensor_map, contents.entries
         self._shapes = parameter_shapes(contents.model)
-        self._descriptors: dict[str, int] = {}
+        self._closing = contextlib.ExitStack()
+        self._files: dict[str, BinaryIO] = {}
         self.specs: dict[str, DatasetSpec] = {  # as in a checkpoint: model/<parameter>
             f"{MODEL}/{name}": DatasetSpec(shape, DTYPES[self._entry(name).dtype])
             for name, shape in self._shapes.items()
@@ -273,8 +254,8 @@ class Folder:
         return cls(path, on_root(comm, lambda: read_contents(path)))
 
     def close(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+        self._files.clear()
+        self._closing.close()
 
     def __enter__(self) -> Folder:
         return self
@@ -308,9 +289,9 @@ class Folder:
 
     def _fill(self, out: memoryview, slab: Slab) -> None:
         file, entry = self._entries[slab.dataset]
-        if file not in self._descriptors:
-            self._descriptors[file] = open_file(self.path / file)
+        if file not in self._files:
+            self._files[file] = _open(self.path / file, self._closing)
         done = 0
         for offset, length in runs(slab, entry.shape, STORED_AS[DTYPES[entry.dtype]].itemsize):
-            read_at(self._descriptors[file], out[done : done + length], entry.offset + offset, self.path / file)
+            _fill_from(self._files[file], out[done : done + length], entry.offset + offset)
             done += length
