@@ -3,8 +3,8 @@
 prepare.py         the phases, top to bottom; each names the file that does it
   inputs.py        files and folders to read, shared among the ranks
   documents.py     one file -> documents in normal form, or named problems
-  dedup.py         pass 1: digests, split keys, duplicates; exchange.py: lists joined in rank order
-  tokenizer.py     byte-level BPE, trained on a sample or loaded
+  dedup.py         pass 1: digests, split keys, duplicates, and a sample for the tokenizer
+  tokenizer.py     byte-level BPE, trained or loaded
   store_writer.py  pass 2: tokenize, spill, write one store by all ranks
   prepare_report.py  progress and closing table
 store.py           the file format, checked and memory-mapped

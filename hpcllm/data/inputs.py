@@ -15,7 +15,7 @@ import os
 import stat
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,12 +28,8 @@ SOURCE = ("py", "pyi", "c", "h", "cc", "cpp", "cxx", "hpp", "cu", "hip", "f", "f
 SCRIPTS = ("js", "ts", "sh", "lua", "tcl", "r", "m", "toml", "yaml", "yml", "cmake")
 TEXT_SUFFIXES = frozenset(f".{name}" for name in (*PROSE, *SOURCE, *SCRIPTS))
 STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-UNKNOWN_SUFFIX, HIDDEN, NOT_REGULAR, UNLISTED = (
-    "file of unknown suffix",
-    "hidden file or folder",
-    "linked folder or special file",
-    "folder that cannot be listed",
-)
+UNKNOWN_SUFFIX, HIDDEN = "file of unknown suffix", "hidden file or folder"
+NOT_REGULAR, UNLISTED = "linked folder or special file", "folder that cannot be listed"
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,10 @@ def _files_of(given: Path, skipped: Counter[str]) -> Iterator[str]:
         raise DataError(f"the input {str(given)!r} is neither a file nor a folder")
 
 
-def _walk(folder: str, skipped: Counter[str]) -> Iterator[str]:
+def _walk(
+    folder: str, skipped: Counter[str], suffixes: Set[str] = TEXT_SUFFIXES, left_out: Set[str] = frozenset()
+) -> Iterator[str]:
+    """Yield the files of a folder with one of the suffixes, in the order of the names' bytes at each level."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: os.fsencode(entry.name))
     except OSError:
@@ -106,21 +105,21 @@ def _walk(folder: str, skipped: Counter[str]) -> Iterator[str]:
         return
     for entry in entries:
         if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
-            yield from _walk(entry.path, skipped)
-        elif reason := _reason_to_skip(entry):
+            yield from _walk(entry.path, skipped, suffixes, left_out) if entry.name not in left_out else ()
+        elif reason := _reason_to_skip(entry, suffixes):
             skipped[reason] += 1
         else:
             yield entry.path
 
 
-def _reason_to_skip(entry: os.DirEntry[str]) -> str:
+def _reason_to_skip(entry: os.DirEntry[str], suffixes: Set[str]) -> str:
     """Return why an entry is not read, or ''. A linked folder could make a circle, a named pipe would block."""
     if entry.name.startswith("."):
         return HIDDEN
     # A broken link counts as a file: the reader will name it among the unreadable ones.
     if not os.path.isfile(entry.path) and os.path.exists(entry.path):  # entry.is_file() raises for a link to itself
         return NOT_REGULAR
-    return "" if _suffix(entry.name) in TEXT_SUFFIXES else UNKNOWN_SUFFIX
+    return "" if _suffix(entry.name) in suffixes else UNKNOWN_SUFFIX
 
 
 def _standard_library() -> Iterator[str]:
@@ -129,15 +128,7 @@ def _standard_library() -> Iterator[str]:
         raise DataError(
             f"this Python keeps no source of its standard library ({root!r}); name files or folders to read"
         )
-    yield from _walk_source(root)
-
-
-def _walk_source(folder: str) -> Iterator[str]:
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.is_dir(follow_symlinks=False) and entry.name not in STDLIB_LEFT_OUT:
-            yield from _walk_source(entry.path)
-        elif entry.is_file(follow_symlinks=False) and entry.name.endswith(".py"):
-            yield entry.path
+    yield from _walk(root, Counter(), {".py"}, STDLIB_LEFT_OUT)
 
 
 def _units_of(path: str, range_bytes: int) -> list[Unit]:

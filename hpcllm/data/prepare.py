@@ -1,7 +1,7 @@
 """Text -> token store, by any number of ranks, the same bits from each.
 
     all ranks   read --> normalise --> digest, split key, size              pass 1, dedup.py
-    exchange    exact duplicates go, the first in global order stays        exchange.py
+    exchange    exact duplicates go, the first in global order stays        dedup.py
     rank 0      trains a tokenizer on a sample, or loads one; broadcast     tokenizer.py
     all ranks   read again --> tokenize --> spill to disk                   pass 2, store_writer.py
     all ranks   write their slabs of one HDF5 file; rank 0 renames it       store_writer.py
@@ -30,9 +30,8 @@ import zstandard
 from mpi4py import MPI
 
 from hpcllm.data import store_writer, tokenizer
-from hpcllm.data.dedup import Assignment, DocumentIndex, assign_splits, index_documents
+from hpcllm.data.dedup import Assignment, DocumentIndex, assign_splits, before_and_total, gather_array, index_documents
 from hpcllm.data.documents import Document, Problem, read_documents
-from hpcllm.data.exchange import before_and_total, gather_array
 from hpcllm.data.inputs import Unit, find_units, share
 from hpcllm.data.prepare_report import PrepareReport, gather_problems, show_progress
 from hpcllm.data.store import SPLITS, is_store, store_fingerprint
@@ -93,7 +92,10 @@ def prepare(options: PrepareOptions, comm: MPI.Intracomm) -> PrepareReport:
         index = on_all(comm, lambda: index_documents(read("reading", 0), options.seed, options.validation_fraction))
         assignment = assign_splits(index, options.validation_fraction, comm)
         _check_any_left(index, assignment, comm)
-        tokenizer_json = given or _train(index, assignment, options.vocabulary, comm)
+        tokenizer_json = given
+        if tokenizer_json is None:
+            sample = index.sample.gather(assignment.stays, comm)
+            tokenizer_json = _on_first(comm, lambda: tokenizer.train(sample, options.vocabulary))
         encoder = on_all(comm, lambda: tokenizer.Encoder(tokenizer_json))
         texts = (item for item in read("tokenizing", sum(index.sizes)) if isinstance(item, Document))
         named = _disk_errors(options.output)
@@ -101,7 +103,7 @@ def prepare(options: PrepareOptions, comm: MPI.Intracomm) -> PrepareReport:
             comm, named(lambda: store_writer.tokenize(texts, index, assignment, encoder, folder, comm.rank))
         )
         contents = _write_store(options, tokenized, assignment, encoder, folder / "store.h5", comm)
-    dropped = gather_problems([index.problems, tokenized.duplicates], comm).by_reason
+    dropped = gather_problems([index.problems, tokenized.duplicates], comm)
     report = PrepareReport(
         path=options.output,
         ranks=comm.size,
@@ -168,17 +170,12 @@ def _check_any_left(index: DocumentIndex, assignment: Assignment, comm: MPI.Intr
     if any(amount.documents for amount in assignment.total.values()):
         return
     problems = gather_problems([index.problems], comm)
-    reasons = ", ".join(f"{dropped.count} x {reason}" for reason, dropped in problems.by_reason.items())
+    reasons = ", ".join(f"{dropped.count} x {reason}" for reason, dropped in problems.items())
 
     def fail() -> None:
         raise DataError(f"no document is left of what was read: {reasons or 'the files hold no lines'}")
 
     on_root(comm, fail)
-
-
-def _train(index: DocumentIndex, assignment: Assignment, vocabulary: int, comm: MPI.Intracomm) -> str:
-    texts = index.sample.gather(assignment.stays, comm)
-    return _on_first(comm, lambda: tokenizer.train(texts, vocabulary))
 
 
 def _write_store(

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +33,20 @@ class Dropped:
         return Dropped(self.count + later.count, (self.examples + later.examples)[:EXAMPLES])
 
 
-@dataclass
-class Problems:
+class Problems(dict[str, Dropped]):
     """Dropped documents by reason, in the order in which the reasons came up."""
 
-    by_reason: dict[str, Dropped] = field(default_factory=dict)
-
-    def add(self, reason: str, origin: str) -> None:
-        self.merge(reason, Dropped(1, (origin,)))
-
-    def merge(self, reason: str, dropped: Dropped) -> None:
-        self.by_reason[reason] = self.by_reason.get(reason, Dropped(0, ())) + dropped
+    def add(self, reason: str, *origins: str, count: int = 1) -> None:
+        self[reason] = self.get(reason, Dropped(0, ())) + Dropped(count, origins)
 
 
 def gather_problems(problems: Sequence[Problems], comm: MPI.Intracomm) -> Problems:
     """Gather all ranks' problems on rank 0, examples in document order; nothing elsewhere. Collective over comm."""
     whole = Problems()
     for kind in problems:
-        for part in comm.gather(kind.by_reason) or ():
+        for part in comm.gather(dict(kind)) or ():
             for reason, dropped in part.items():
-                whole.merge(reason, dropped)
+                whole.add(reason, *dropped.examples, count=dropped.count)
     return whole
 
 
@@ -109,12 +103,8 @@ class PrepareReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, None where there is no number."""
-        values = {
-            **dataclasses.asdict(self),
-            "path": str(self.path),
-            "bytes_per_token": self.bytes_per_token,
-            "warnings": list(self.warnings),
-        }
+        values = {**dataclasses.asdict(self), "path": str(self.path)}
+        values |= {"bytes_per_token": self.bytes_per_token, "warnings": list(self.warnings)}
         return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in values.items()}
 
 

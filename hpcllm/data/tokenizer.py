@@ -5,20 +5,10 @@
 The table from bytes to characters is GPT-2's: bytes that print stay themselves, the others move to U+0100 and up.
 Because each character of a token stands for one byte, the length of a token is the number of bytes it costs, and the
 lengths of a document's tokens must add up to the document: checked for every document, so nothing is lost unseen.
-
-The sample is the same for any number of ranks: the training documents of the smallest split keys (TokenizerSample).
-
-    each rank, while it reads      the texts of its smallest keys, SAMPLE_BYTES of them at most   (a heap)
-    all ranks                      bisect for the key up to which all texts together hold SAMPLE_BYTES
-    rank 0                         receives those texts in document order
-
-Keys are uniform over documents, so the smallest are a fair sample. A document's place in it depends on its key and on
-the bytes of smaller keys, never on who read it. No rank holds more than SAMPLE_BYTES and one text.
 """
 
 from __future__ import annotations
 
-import heapq
 import json
 import os
 import re
@@ -32,11 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcllm.data.documents import normalise
-from hpcllm.data.exchange import gather_array
 from hpcllm.errors import DataError
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
     from tokenizers import AddedToken, Tokenizer
 
 END_OF_TEXT = "<|end_of_text|>"
@@ -45,62 +33,11 @@ SMALLEST_VOCABULARY = 257  # every byte and the end of text
 LARGEST_VOCABULARY = 2**24
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 PIECE_CHARACTERS = 2**20  # a longer document is encoded in pieces: its tokens' bookkeeping takes 100 bytes a token
-SAMPLE_BYTES = 32 * 2**20
-SAMPLE_CHARACTERS = 2**20  # of each document: its beginning
 _PROBE = normalise(
     "".join(map(chr, range(1, 0x250)))
     + "  two  spaces\t\ttabs\r\n\n\n    indented\n1234567890 x=1;y!=2 don't DON'T Straße naïve Ελληνικά кириллица "
     + "中文字 日本語 한국어 עברית العربية हिन्दी \U0001f469\u200d\U0001f52c \ufeff\u2028\u00a0\u200b\U0010ffff."
 )
-
-
-class TokenizerSample:
-    """Candidates of one rank: (key, document index, text), the largest keys dropped once the rest suffices."""
-
-    def __init__(self, enough_bytes: int = SAMPLE_BYTES) -> None:
-        self._enough_bytes = enough_bytes
-        self._bytes = 0
-        self._heap: list[tuple[int, int, bytes]] = []  # keys negated: the largest on top
-        self._seen: set[int] = set()
-
-    def offer(self, key: int, index: int, text: str) -> None:
-        """Add a document as a candidate. Equal documents have equal keys, and only the first of them counts."""
-        full = self._bytes >= self._enough_bytes
-        if key in self._seen or (full and key > -self._heap[0][0]):
-            return
-        data = text[:SAMPLE_CHARACTERS].encode("utf-8")
-        heapq.heappush(self._heap, (-key, index, data))
-        self._seen.add(key)
-        self._bytes += len(data)
-        while self._bytes - len(self._heap[0][2]) >= self._enough_bytes:
-            key_out, _, data_out = heapq.heappop(self._heap)
-            self._seen.remove(-key_out)
-            self._bytes -= len(data_out)
-
-    def gather(self, stays: NDArray[np.bool_], comm: MPI.Intracomm) -> list[str]:
-        """Return the sample on rank 0 in document order, an empty list elsewhere. Collective over comm.
-
-        stays: (documents,) bool, true where no earlier document of any rank has the same text.
-        """
-        mine = sorted((index, -key, data) for key, index, data in self._heap if stays[index])
-        limit = _enough_key([(key, len(data)) for _, key, data in mine], self._enough_bytes, comm)
-        chosen = [data for _, key, data in mine if key <= limit]
-        lengths = gather_array(np.array([len(data) for data in chosen], np.int64), comm)
-        joined = gather_array(np.frombuffer(b"".join(chosen), np.uint8), comm)
-        ends = np.cumsum(lengths)
-        return [joined[end - size : end].tobytes().decode("utf-8") for end, size in zip(ends, lengths, strict=True)]
-
-
-def _enough_key(keys_and_bytes: list[tuple[int, int]], enough_bytes: int, comm: MPI.Intracomm) -> int:
-    """Find the smallest key up to which all ranks together hold `enough_bytes`; 2^64 - 1 if they never do."""
-    ordered = np.array([key for key, _ in sorted(keys_and_bytes)], np.uint64)
-    held = np.cumsum([0, *(size for _, size in sorted(keys_and_bytes))])
-    low, high = 0, 2**64 - 1
-    while low < high:
-        middle = (low + high) // 2
-        mine = int(held[np.searchsorted(ordered, np.uint64(middle), side="right")])
-        low, high = (low, middle) if comm.allreduce(mine) >= enough_bytes else (middle + 1, high)
-    return low
 
 
 def train(texts: Iterable[str], vocabulary: int) -> str:

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from pytest_mpi.parallel_assert import parallel_assert
 
-from hpcllm.data.dedup import assign_splits, digest, index_documents, split_key
+from hpcllm.data.dedup import TokenizerSample, assign_splits, digest, first_occurrences, index_documents, split_key
 from hpcllm.data.documents import Document
-from hpcllm.data.exchange import first_occurrences
 from hpcllm.data.store_writer import tokenize
-from hpcllm.data.tokenizer import Encoder, TokenizerSample, train
+from hpcllm.data.tokenizer import Encoder, train
 from hpcllm.errors import CollectiveError, DataError
 from hpcllm.mpi.collective_errors import on_all
 
