@@ -31,10 +31,10 @@ from mpi4py import MPI
 
 from hpcllm.checkpoint.archive import compress
 from hpcllm.checkpoint.folder import DAMAGED, load_newest
+from hpcllm.checkpoint.inspect import verify_file
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.restore import restore, tokenizer_json
 from hpcllm.checkpoint.state import RunState, Shards, save
-from hpcllm.checkpoint.verify import verify_file
 from hpcllm.config.schema import ModelConfig, from_tables, to_tables
 from hpcllm.errors import CheckpointError
 from hpcllm.model.shapes import parameter_shapes

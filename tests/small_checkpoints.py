@@ -11,10 +11,10 @@ import numpy as np
 import xxhash
 from mpi4py import MPI
 
+from hpcllm.checkpoint.inspect import find_damage
 from hpcllm.checkpoint.layout import Attribute, DatasetSpec
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.slabs import Slab
-from hpcllm.checkpoint.verify import find_damage
 from hpcllm.checkpoint.writer import WriteReport, prepare, write
 from hpcllm.errors import CheckpointError
 

@@ -4,10 +4,10 @@ slabs.py        boxes of global tensors, and where their bytes lie; plan.py: who
 layout.py       names, types, blocks, checksums and packed chunks of the file (pure but for numpy)
 header.py       index at the front of the file, and its checksum; directory.py: everything but the tensors, checked
 exchange.py     parts of blocks travel between ranks
-writer.py       all ranks write one file; file_layout.py: the file without its tensors; mpio.py: by parallel HDF5
+writer.py       all ranks write one file; file_layout.py: the file without its tensors
 reader.py       any slab on any rank; restore.py: all ranks together, back into a run or a model
 state.py        what a run keeps, as datasets and attributes; background.py: written while training goes on
 folder.py       the checkpoints of one run, the newest sound one, and which are kept
-verify.py, inspect.py, diff.py, archive.py     the commands of `python -m hpcllm checkpoint`
+inspect.py, diff.py, archive.py     the commands of `python -m hpcllm checkpoint`
 huggingface/    weights from and for Hugging Face's formats
 """

@@ -24,7 +24,7 @@ Works without MPI: comm=None.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,7 +35,8 @@ from hpcllm.checkpoint import plan as planning
 from hpcllm.checkpoint.layout import DatasetSpec, as_bytes
 from hpcllm.checkpoint.plan import BlockTask, Plan
 from hpcllm.checkpoint.slabs import Slab, part_of, stretch
-from hpcllm.mpi.collective_errors import on_all
+from hpcllm.mpi.collective_errors import REPORT_LIMIT_S, on_all, rank_and_size
+from hpcllm.mpi.rank_names import name_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -96,16 +97,15 @@ def make_plan(
     on_all(comm, lambda: planning.check_slabs(specs, slabs))
     used = {slab.dataset for slab in slabs}
     specs = {name: spec for name, spec in specs.items() if exactly_once or name in used}
-    if comm is None:
-        return planning.plan_all([(specs, slabs)], exactly_once=exactly_once)[0]
-    requests = _all_to_all(comm, planning.requests(specs, slabs, comm.rank, comm.size))
-    assigned = on_all(comm, lambda: planning.assign_all(requests, comm.size, exactly_once=exactly_once))
+    rank, ranks = rank_and_size(comm)
+    requests = _all_to_all(comm, planning.requests(specs, slabs, rank, ranks))
+    assigned = on_all(comm, lambda: planning.assign_all(requests, ranks, exactly_once=exactly_once))
     tasks = planning.in_file_order(_all_to_all(comm, assigned))
-    remote = planning.by_turn(_all_to_all(comm, planning.remote_parts(tasks, comm.rank, comm.size)))
+    remote = planning.by_turn(_all_to_all(comm, planning.remote_parts(tasks, rank, ranks)))
     if exactly_once:
-        merged = comm.allgather({request.name: request.spec for request in requests})
-        specs = {name: spec for each in merged for name, spec in each.items()}
-    return Plan(comm.rank, dict(sorted(specs.items())), tuple(slabs), tasks, remote)
+        planned = {request.name: request.spec for request in requests}
+        specs = {name: spec for each in (comm.allgather(planned) if comm else [planned]) for name, spec in each.items()}
+    return Plan(rank, dict(sorted(specs.items())), tuple(slabs), tasks, remote)
 
 
 def to_owners(
@@ -248,24 +248,21 @@ class _Messages:
         return values.reshape(-1).view(np.uint8)
 
     def _wait(self, pending: Sequence[MPI.Request]) -> None:
-        if self.waits and self.comm:
-            comm, peers = self.comm, self._peers
-            self.waits.all(pending, lambda: f"parts of blocks from or to {_names(comm, peers)}")
+        if self.waits:
+            self.waits.all(pending, lambda: f"parts of blocks from or to {self._peer_names()}")
 
+    def _peer_names(self) -> str:
+        from mpi4py import MPI
 
-def _names(comm: MPI.Intracomm, peers: Iterable[int]) -> str:
-    from mpi4py import MPI
-
-    from hpcllm.mpi.rank_names import name_ranks
-
-    return name_ranks(comm.group.Translate_ranks(sorted(peers), MPI.COMM_WORLD.group), most_runs=3)
+        assert self.comm is not None
+        world = self.comm.group.Translate_ranks(sorted(self._peers), MPI.COMM_WORLD.group)
+        return name_ranks(world, most_runs=3)
 
 
 def _window(comm: MPI.Intracomm | None) -> list[_Messages]:
     if not comm:
         return [_Messages(None, None) for _ in range(WINDOW)]
-    from hpcllm.mpi.collective_errors import REPORT_LIMIT_S
-    from hpcllm.mpi.wait import Waits
+    from hpcllm.mpi.wait import Waits  # starts MPI
 
     waits = Waits(REPORT_LIMIT_S)
     return [_Messages(comm, waits) for _ in range(WINDOW)]
@@ -324,6 +321,6 @@ def _end(window: list[_Messages], first: FirstError) -> None:
         raise first.error
 
 
-def _all_to_all(comm: MPI.Intracomm, lists: Sequence[Sequence[T]]) -> list[T]:
+def _all_to_all(comm: MPI.Intracomm | None, lists: list[list[T]]) -> list[T]:
     """The items that all ranks have for this one, in their order; lists: this rank's items for each."""
-    return [one for told in comm.alltoall(lists) for one in told]
+    return [one for told in (comm.alltoall(lists) if comm else lists) for one in told]

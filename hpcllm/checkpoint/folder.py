@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from hpcllm.checkpoint.inspect import verify_file
 from hpcllm.checkpoint.reader import Checkpoint
-from hpcllm.checkpoint.verify import verify_file
 from hpcllm.config.schema import CheckpointConfig
 from hpcllm.errors import CheckpointError, DataError
 from hpcllm.mpi.collective_errors import on_root

@@ -1,28 +1,134 @@
-"""Describe the contents of a checkpoint, for people and for programs; needs neither MPI nor torch.
+"""Read every block of a checkpoint once, by all ranks together: verify it, or describe it for people and programs.
 
-step_00001000.h5   14.2 MB   86 tensors, 14.1 MB in 96 blocks, all as they were written
+rank 0   [0][1][2][3]                  a contiguous share of the file each, read by a few threads
+rank 1               [4][5][6][7]      ---> all the damage there is, on every rank   (verify_file)
+
+step_00001000.h5   14.2 MB   86 tensors, 14.1 MB in 96 blocks, all as they were written   (describe, tree_lines)
 step 1000, written 2026-05-01T12:00:00+00:00, by 4 ranks, mesh dp=2 pp=1 tp=2, writer offsets, hpcllm 0.1.0, torch 2.7.0
 |-- data
 |   `-- @position = 32000
 `-- model
     `-- embedding.weight float32 (8192, 128)   4.2 MB   norm 20.51
+
+Needs neither MPI nor torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from hpcllm.checkpoint.layout import Block, as_float64, block_bytes, blocks_of
-from hpcllm.checkpoint.reader import Checkpoint
-from hpcllm.checkpoint.verify import Damage, damage_line, survey
+from hpcllm.checkpoint.layout import Block, as_float64, block_bytes, blocks_of, my_blocks
+from hpcllm.checkpoint.reader import Checkpoint, map_ahead
+from hpcllm.errors import CheckpointError
+from hpcllm.mpi.collective_errors import rank_and_size
 from hpcllm.system.text import printable, size_text
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A block that could not be read as it was written."""
+
+    dataset: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    offset: int  # of its bytes in the file
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Result for one file."""
+
+    path: Path
+    bytes: int  # of tensors, as values
+    blocks: int
+    seconds: float
+    damage: list[Damage]
+    fault: str  # of the file as a whole; empty if header and tables are sound
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.damage and not self.fault
+
+    def as_dict(self) -> dict[str, Any]:
+        gb_s = None if self.fault else self.bytes / self.seconds / 1e9
+        return {**dataclasses.asdict(self), "path": str(self.path), "sound": self.is_sound, "gb_s": gb_s}
+
+    def lines(self) -> list[str]:
+        name = printable(str(self.path))
+        if self.fault:
+            return [f"{name}: DAMAGED: {printable(self.fault)}"]
+        rate = f"{size_text(self.bytes)} in {self.seconds:.1f} s, {self.bytes / self.seconds / 1e9:.2f} GB/s"
+        if not self.damage:
+            return [f"{name}: all {self.blocks} blocks are as they were written ({rate})"]
+        head = f"{name}: DAMAGED: {len(self.damage)} of {self.blocks} blocks are not as they were written ({rate})"
+        return [head, *(f"  {damage_line(dataclasses.asdict(item))}" for item in self.damage)]
+
+
+def verify_file(path: Path, comm: MPI.Intracomm | None, advance: Callable[[int], None]) -> Report:
+    """Check all of a file; the same report on all ranks. Collective over comm. advance: as in find_damage."""
+    started_s = time.perf_counter()
+    try:
+        with Checkpoint.open(path, comm) as checkpoint:
+            damage = find_damage(checkpoint, advance)
+            specs = checkpoint.specs.values()
+            size, blocks = sum(spec.bytes for spec in specs), sum(spec.blocks for spec in specs)
+            return Report(path, size, blocks, time.perf_counter() - started_s, damage, "")
+    except CheckpointError as error:
+        fault = str(error).removeprefix(f"{path}: ")
+        return Report(path, 0, 0, time.perf_counter() - started_s, [], fault)
+
+
+def damage_line(item: Mapping[str, Any]) -> str:
+    """'bytes 4096-8191: model/head.weight from (0, 0), shape (16, 64), has changed ...'; item: a Damage as a dict."""
+    return f"bytes {item['offset']}-{item['offset'] + item['bytes'] - 1}: {printable(item['reason'])}"
+
+
+def survey(
+    checkpoint: Checkpoint, blocks: Sequence[Block], work: Callable[[Block, np.ndarray], T]
+) -> Iterator[tuple[Block, T | Damage]]:
+    """Yield work(block, its values) of each block, or its damage; in their order, by threads. Not collective."""
+
+    def attempt(block: Block) -> T | Damage:
+        try:
+            return work(block, checkpoint.read_block(*block))
+        except CheckpointError as error:
+            stored = checkpoint.datasets[block[0]]
+            slab, why = stored.block(block[1]), str(error).removeprefix(f"{checkpoint.path}: ")
+            return Damage(slab.dataset, slab.start, slab.shape, *stored.extent(block[1]), why)
+
+    yield from zip(blocks, map_ahead(attempt, blocks, rank_and_size(checkpoint.comm)[1]), strict=True)
+
+
+def find_damage(checkpoint: Checkpoint, advance: Callable[[int], None] = lambda _: None) -> list[Damage]:
+    """List every damaged block of the file, on all ranks; none if it is sound. Collective over checkpoint.comm.
+
+    advance: is given the number of bytes that this rank has read, as it does.
+    """
+    specs = checkpoint.specs
+    found: list[Damage] = []
+    for block, result in survey(checkpoint, my_blocks(specs, *rank_and_size(checkpoint.comm)), lambda *_: None):
+        advance(block_bytes(specs, block))
+        found += [result] if result else []
+    if checkpoint.comm:
+        found = list(itertools.chain.from_iterable(checkpoint.comm.allgather(found)))
+    return found
 
 
 def describe(checkpoint: Checkpoint, advance: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
@@ -116,7 +222,9 @@ def _nested(found: Mapping[str, Any]) -> dict[str, Any]:
     leaves = {name: [_dataset_text(item)] for name, item in found["datasets"].items()}
     for key, value in found["attributes"].items():
         group, _, name = key.rpartition("/")
-        leaves[f"{group}/@{name}".lstrip("/")] = _attribute_lines(value)
+        is_text = isinstance(value, str) and "\n" in value
+        lines = ["=", *map(printable, value.splitlines())] if is_text else [f"= {value!r}"]
+        leaves[f"{group}/@{name}".lstrip("/")] = lines
     tree: dict[str, Any] = {}
     for path in sorted(leaves, key=_by_number):
         *groups, last = path.split("/")
@@ -145,12 +253,6 @@ def _norm_text(item: Mapping[str, Any]) -> str:
     if "float" not in item["dtype"]:
         return ""
     return f"   norm {item['norm']:.6g}" if item["norm"] is not None else "   NOT FINITE"
-
-
-def _attribute_lines(value: Any) -> list[str]:
-    if isinstance(value, str) and "\n" in value:
-        return ["=", *map(printable, value.splitlines())]
-    return [f"= {value!r}"]
 
 
 def _branches(tree: Mapping[str, Any], indent: str) -> list[str]:

@@ -23,15 +23,13 @@ import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from hpcllm.checkpoint.layout import STORED_AS, DatasetSpec, check_spec
 from hpcllm.checkpoint.slabs import Slab, fits, intersection, stretch, uncovered
 from hpcllm.errors import CheckpointError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -108,20 +106,6 @@ class Plan:
         return STORED_AS[self.specs[slab.dataset].dtype]
 
 
-def plan_all(holdings: Sequence[tuple[Mapping[str, DatasetSpec], Sequence[Slab]]], *, exactly_once: bool) -> list[Plan]:
-    """Make the plans of all ranks from the specs and slabs of each: exchange.make_plan without its messages.
-
-    Raises CheckpointError.
-    """
-    ranks = len(holdings)
-    told = [requests(specs, slabs, rank, ranks) for rank, (specs, slabs) in enumerate(holdings)]
-    assigned = [assign_all(_for_rank(told, rank), ranks, exactly_once=exactly_once) for rank in range(ranks)]
-    tasks = [in_file_order(_for_rank(assigned, rank)) for rank in range(ranks)]
-    sent = [remote_parts(tasks[rank], rank, ranks) for rank in range(ranks)]
-    specs = {name: spec for each, _ in holdings for name, spec in sorted(each.items())}
-    return [Plan(r, specs, tuple(holdings[r][1]), tasks[r], by_turn(_for_rank(sent, r))) for r in range(ranks)]
-
-
 def check_slabs(specs: Mapping[str, DatasetSpec], slabs: Iterable[Slab]) -> None:
     """Raises CheckpointError for a dataset that a file cannot have, or a slab outside its dataset."""
     for name, spec in specs.items():
@@ -158,8 +142,8 @@ def requests(datasets: Mapping[str, DatasetSpec], slabs: Sequence[Slab], rank: i
 def assign_all(requests: Iterable[Request], ranks: int, *, exactly_once: bool) -> list[list[BlockTask]]:
     """Assign all blocks of one planner's datasets; returns, for each rank, the blocks that it is to own.
 
-    requests: of all ranks to this planner. Raises CheckpointError if ranks disagree on a
-    dataset, or do not hold every element once where they should.
+    requests: of all ranks to this planner. Raises CheckpointError if ranks disagree on a dataset, or do not hold every
+    element once where they should.
     """
     merged: dict[str, Request] = {}
     for request in requests:
@@ -216,11 +200,6 @@ def by_turn(parts: Iterable[RemotePart]) -> tuple[tuple[RemotePart, ...], ...]:
         turns.extend([] for _ in range(part.turn + 1 - len(turns)))
         turns[part.turn].append(part)
     return tuple(map(tuple, turns))
-
-
-def _for_rank(lists: Iterable[Sequence[Sequence[T]]], rank: int) -> list[T]:
-    """The items that all ranks have for one, in their order; lists: of each rank, its items for each."""
-    return [one for each in lists for one in each[rank]]
 
 
 def _key(name: str) -> int:

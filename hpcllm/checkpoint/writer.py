@@ -6,9 +6,10 @@
     all      parts of blocks to their owners (exchange.py) --> one pwrite a block, xxh3, fsync
 
 HDF5 can allocate a contiguous dataset early, never fill it, and tell where it lies; so ranks write raw bytes there
-with no parallel HDF5, no MPI-IO and no lock (writer = "offsets"; mpio.py is the other way to the same file). The file
-has a temporary name until it is whole and on disk: whatever happens before the rename, the previous file of that name
-is still there. A write may run in a thread, on a communicator of its own: its waits sleep.
+with no parallel HDF5, no MPI-IO and no lock: writer = "offsets". With a parallel HDF5 there is a second way to the same
+file: writer = "mpio". The file has a temporary name until it is whole and on disk: whatever happens before the rename,
+the previous file of that name is still there. A write may run in a thread, on a communicator of its own: its waits
+sleep.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import h5py
 import numpy as np
 
 from hpcllm.checkpoint import file_layout
-from hpcllm.checkpoint.exchange import make_plan, to_owners
+from hpcllm.checkpoint.exchange import FirstError, make_plan, to_owners
 from hpcllm.checkpoint.header import Index, header_bytes
 from hpcllm.checkpoint.layout import Attribute, DatasetSpec, checksum, checksum_ranges
 from hpcllm.checkpoint.plan import Plan, check_array
-from hpcllm.checkpoint.slabs import Slab
-from hpcllm.errors import CheckpointError, StallError
+from hpcllm.checkpoint.slabs import Slab, boxes
+from hpcllm.errors import CheckpointError, ConfigError, StallError
 from hpcllm.mpi.collective_errors import on_root, raise_if_any_failed, rank_and_size
 from hpcllm.system.raw_files import disk_errors, sync, write_at
 
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 SECONDS = "written/seconds"  # until all blocks were on disk
 _BEHIND = 4  # blocks
 _LONGEST_S = 99_999_999.999  # no such number has a longer text
+REQUEST_BYTES = 1 << 30  # older MPI-IO and HDF5 count bytes of a request in 32 bits
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,15 @@ class WriteReport:
     @property
     def gb_s(self) -> float:
         return self.bytes / self.seconds / 1e9
+
+
+def check_writer(writer: str) -> None:
+    """Raises ConfigError if checkpoint.writer cannot write here; before any work."""
+    if writer == "mpio" and not h5py.get_config().mpi:
+        raise ConfigError(
+            "checkpoint.writer = 'mpio' needs an h5py built with a parallel HDF5, and this one has none; "
+            "valid: 'offsets', which writes the same file with any h5py"
+        )
 
 
 def prepare(comm: MPI.Intracomm | None, datasets: Mapping[str, DatasetSpec], slabs: Collection[Slab]) -> Plan:
@@ -98,9 +110,7 @@ def write(
     with file_layout.temporary_path(path, comm) as temporary:
         note, size = on_root(comm, lambda: _make_room(temporary, path, index, settings))
         if settings.writer == "mpio" and comm:
-            from hpcllm.checkpoint import mpio  # starts MPI
-
-            offsets = mpio.write(temporary, comm, plan, array_of, size)
+            offsets = _write_collectively(temporary, comm, plan, array_of, size)
             file = BlockFile(temporary, plan, None)
         else:
             offsets = on_root(comm, lambda: _create(temporary, path, plan.specs, size))
@@ -210,3 +220,85 @@ def _write_blocks(
     table: np.ndarray = np.concatenate((comm.gather(found, root=0) if comm else None) or [found])
     checksums: np.ndarray = table[table[:, 0].argsort(), 1]
     return checksums
+
+
+def _write_collectively(
+    temporary: Path, comm: MPI.Intracomm, plan: Plan, array_of: Callable[[Slab], np.ndarray], header_bytes: int
+) -> dict[str, int]:
+    """Create the file and write all slabs by a parallel HDF5: h5py built with MPI, collective writes through MPI-IO.
+
+        all     create the file together, then for each dataset, in the order of names
+                  write 1 .. n    n: the most slabs that a rank has of it, cut to requests below 2 GiB;
+                                  a rank with fewer takes part with nothing, or the others would wait for it for ever
+
+    MPI-IO waits on a core of its own. If HDF5 fails on one rank alone inside a collective call, the others may not come
+    back from it: `offsets`, the default, has no such call. Collective over comm. Returns dataset -> byte offset.
+    Raises CheckpointError on all ranks, or an HpcllmError that array_of raised.
+    """
+    error: Exception | None = None
+    offsets: dict[str, int] = {}
+    try:
+        with disk_errors(CheckpointError, f"cannot write {temporary}"):
+            offsets = file_layout.allocate_datasets(temporary, plan.specs, header_bytes, driver="mpio", comm=comm)
+            with h5py.File(temporary, "r+", driver="mpio", comm=comm) as file:
+                error = _write_all(file, comm, plan, array_of)
+                file.flush()
+    except CheckpointError as fault:
+        error = fault
+    raise_if_any_failed(comm, error)
+    return offsets
+
+
+def _write_all(
+    file: h5py.File, comm: MPI.Intracomm, plan: Plan, array_of: Callable[[Slab], np.ndarray]
+) -> Exception | None:
+    """Write all slabs; returns the error of array_of on this rank, which has written nothing from there on."""
+    from mpi4py import MPI
+
+    slabs: dict[str, list[Slab]] = {name: [] for name in plan.specs}
+    for slab in plan.slabs:
+        slabs[slab.dataset].append(slab)
+    calls = np.array([sum(1 for slab in slabs[name] for _ in _requests(slab, plan)) for name in plan.specs], np.int64)
+    comm.Allreduce(MPI.IN_PLACE, calls, MPI.MAX)
+    first = FirstError()
+    for name, count in zip(plan.specs, calls, strict=True):
+        dataset = file[name].id
+        done = 0
+        for slab in slabs[name]:
+            with first:
+                array = array_of(slab)
+                check_array(slab, array, plan.specs[name])
+            for start, shape in _requests(slab, plan):
+                inside = tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
+                values = None if first.error else np.ascontiguousarray(array[inside]).reshape(shape)
+                _write_one(dataset, slab.start, start, values)
+                done += 1
+        for _ in range(done, count):
+            _write_one(dataset, (), (), None)
+    return first.error
+
+
+def _requests(slab: Slab, plan: Plan) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Start and shape of the boxes within a slab that are written by one call each."""
+    most = max(1, REQUEST_BYTES // plan.dtype(slab).itemsize)
+    for begin in range(0, slab.elements, most):
+        yield from boxes(slab.shape, begin, min(begin + most, slab.elements))
+
+
+def _write_one(
+    dataset: h5py.h5d.DatasetID, origin: tuple[int, ...], start: tuple[int, ...], values: np.ndarray | None
+) -> None:
+    """Collective; values: None to write nothing, otherwise what begins at origin + start of the dataset."""
+    transfer = h5py.h5p.create(h5py.h5p.DATASET_XFER)
+    transfer.set_dxpl_mpio(h5py.h5fd.MPIO_COLLECTIVE)
+    target = dataset.get_space()
+    if values is None:
+        target.select_none()
+        memory, values = h5py.h5s.create_simple((1,)), np.empty(1, dataset.dtype)
+        memory.select_none()
+    elif values.shape:
+        target.select_hyperslab(tuple(o + s for o, s in zip(origin, start, strict=True)), values.shape)
+        memory = h5py.h5s.create_simple(values.shape)
+    else:
+        memory = h5py.h5s.create(h5py.h5s.SCALAR)
+    dataset.write(memory, target, values, dxpl=transfer)

@@ -76,7 +76,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 def verify(arguments: argparse.Namespace) -> int:
     def job(comm: MPI.Intracomm | None) -> int:
         from hpcllm.checkpoint.folder import locate_all
-        from hpcllm.checkpoint.verify import verify_file
+        from hpcllm.checkpoint.inspect import verify_file
         from hpcllm.mpi.collective_errors import on_root
 
         most = None if arguments.all else 1

@@ -81,7 +81,7 @@ def tried(path: Path, overrides: list[str], ranks: int | None = None, restart: b
     if config.communication.tuning:
         load_tuning(config.communication.tuning)
     if config.checkpoint.writer == "mpio":
-        from hpcllm.checkpoint.mpio import check_writer  # starts MPI, as an h5py that can write so does by itself
+        from hpcllm.checkpoint.writer import check_writer  # an h5py that can write so starts MPI
 
         check_writer(config.checkpoint.writer)
     folder = Path(config.run.folder) / config.run.name

@@ -19,8 +19,8 @@ import torch
 from mpi4py import MPI
 
 from hpcllm.checkpoint.huggingface.start import take_model
-from hpcllm.checkpoint.mpio import check_writer
 from hpcllm.checkpoint.state import Residuals, Shards, find_residuals
+from hpcllm.checkpoint.writer import check_writer
 from hpcllm.collectives import group_of, prepare
 from hpcllm.collectives.selection import link_codec
 from hpcllm.collectives.tuning import Tuning, load_tuning

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from hpcllm.checkpoint import layout
 from hpcllm.checkpoint.archive import compress, decompress
+from hpcllm.checkpoint.inspect import verify_file
 from hpcllm.checkpoint.layout import STORED_AS, DatasetSpec, filter_mask, pack, unpack
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.slabs import whole
-from hpcllm.checkpoint.verify import verify_file
 from hpcllm.errors import CheckpointError, DataError
 from tests.small_checkpoints import write_slabs
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from hpcllm.checkpoint import layout
+from hpcllm.checkpoint.inspect import verify_file
 from hpcllm.checkpoint.reader import Checkpoint
-from hpcllm.checkpoint.verify import verify_file
 from hpcllm.cli import checkpoint as command
 from hpcllm.cli.main import main
 from hpcllm.system.job import SIZE_VARIABLES

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcllm.checkpoint import layout
+from hpcllm.checkpoint import plan as planning
 from hpcllm.checkpoint.layout import DatasetSpec
-from hpcllm.checkpoint.plan import Part, Plan, Request, assign, plan_all
+from hpcllm.checkpoint.plan import Part, Plan, Request, assign
 from hpcllm.checkpoint.slabs import Slab, intersection, part_of, stretch, uncovered, whole
 from hpcllm.checkpoint.state import Shards
 from hpcllm.config.schema import ModelConfig
@@ -43,6 +44,21 @@ def scattered(partition, rng: np.random.Generator, specs: Specs, ranks: int) -> 
         for slab in partition(rng, name, spec.shape, int(rng.integers(10))):
             held[rng.integers(ranks)].append(slab)
     return held
+
+
+def plan_all(holdings: Sequence[tuple[Specs, Sequence[Slab]]], *, exactly_once: bool) -> list[Plan]:
+    """The plans of all ranks from the specs and slabs of each: exchange.make_plan without its messages."""
+    ranks = len(holdings)
+
+    def deliver(told: list) -> list[list]:
+        return [[one for each in told for one in each[rank]] for rank in range(ranks)]
+
+    requests = deliver([planning.requests(specs, slabs, rank, ranks) for rank, (specs, slabs) in enumerate(holdings)])
+    assigned = deliver([planning.assign_all(of_one, ranks, exactly_once=exactly_once) for of_one in requests])
+    tasks = [planning.in_file_order(of_one) for of_one in assigned]
+    sent = deliver([planning.remote_parts(tasks[rank], rank, ranks) for rank in range(ranks)])
+    specs = {name: spec for each, _ in holdings for name, spec in sorted(each.items())}
+    return [Plan(r, specs, tuple(holdings[r][1]), tasks[r], planning.by_turn(sent[r])) for r in range(ranks)]
 
 
 def plans_to_write(specs: Specs, held: Sequence[Sequence[Slab]]) -> list[Plan]:

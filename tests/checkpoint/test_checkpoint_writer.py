@@ -16,7 +16,7 @@ import pytest
 from pytest_mpi import parallel_assert
 from small_checkpoints import own_attributes, verify, write_slabs
 
-from hpcllm.checkpoint import layout, mpio, writer
+from hpcllm.checkpoint import layout, writer
 from hpcllm.checkpoint.layout import CHECKSUMS, DatasetSpec
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.slabs import Slab, whole
@@ -268,16 +268,16 @@ def test_no_argument_of_an_empty_dataset_or_rank_is_needed(tmp_path):
 
 @pytest.mark.skipif(HAS_MPIO, reason="h5py with MPI")
 def test_mpio_without_a_parallel_hdf5_is_refused_with_what_is_valid():
-    mpio.check_writer("offsets")
+    writer.check_writer("offsets")
     with pytest.raises(ConfigError, match=r"checkpoint.writer = 'mpio' needs an h5py built .* valid: 'offsets'"):
-        mpio.check_writer("mpio")
+        writer.check_writer("mpio")
 
 
 @pytest.mark.skipif(not HAS_MPIO, reason="h5py without MPI")
 @pytest.mark.parallel(SIZES)
 def test_mpio_cuts_large_slabs_and_all_ranks_call_alike(comm, shared_path, partition, index_of, monkeypatch):
     """Ranks with many slabs, with one, with none; requests of at most 100 bytes."""
-    monkeypatch.setattr(mpio, "REQUEST_BYTES", 100)
+    monkeypatch.setattr(writer, "REQUEST_BYTES", 100)
     tensors = {"w": np.arange(600, dtype="f4").reshape(10, 4, 15), "s": np.array(3.0)}
     mine = scattered(comm, partition, index_of, tensors, 3)
     specs = {"w": DatasetSpec((10, 4, 15), "float32"), "s": DatasetSpec((), "float64")}
