@@ -25,7 +25,7 @@ while [ $# -gt 0 ]; do
         --install) install=1 ;;
         --sample)
             selected=(tests/collectives/test_allreduce.py tests/collectives/test_node_window.py
-                tests/checkpoint/test_checkpoint_parallel.py tests/system/test_job.py
+                tests/checkpoint/test_exchange.py tests/system/test_job.py
                 tests/training/test_train.py::test_a_resumed_run_has_the_bits_of_one_that_never_stopped)
             export HPCLLM_TESTS=${HPCLLM_TESTS:-2}
             ;;
