@@ -167,8 +167,11 @@ def _pack_blocks(
     first = FirstError()
 
     def packed_or_empty(block: Block) -> bytes:
+        spec = specs[block[0]]
         with first:
-            return b"" if first.error else _packed(checkpoint, block, level)
+            if not first.error:
+                values = checkpoint.read_block(*block)
+                return layout.pack(layout.as_bytes(values), spec.item_bytes, spec.chunk_bytes, level)
         return b""
 
     mine = map_ahead(packed_or_empty, blocks[rank::ranks], ranks)
@@ -185,11 +188,6 @@ def _pack_blocks(
             pass
     raise_if_any_failed(comm, first.error)
     return packed
-
-
-def _packed(checkpoint: Checkpoint, block: Block, level: int) -> bytes:
-    spec = checkpoint.datasets[block[0]].spec
-    return layout.pack(layout.as_bytes(checkpoint.read_block(*block)), spec.item_bytes, spec.chunk_bytes, level)
 
 
 def _write_chunks(

@@ -106,7 +106,7 @@ def _read_tables(descriptor: int) -> Tables:
         packed = _table(descriptor, index, PACKED).reshape(-1, PACKED_WORDS)
     extents = index.tensor_extents(packed)
     tables = [(offset, size) for name, offset in index.tables.items() if (size := _table_bytes(index, name))]
-    gaps_between(np.concatenate([extents, np.array(tables, np.uint64).reshape(-1, 2)]), header.bytes, file_bytes)
+    gaps_between(np.concatenate([extents, np.array(tables, np.uint64).reshape(-1, 2)]), header.size, file_bytes)
     check_header(descriptor, header, index, extents)
     return Tables(text, checksums, packed)
 

@@ -191,9 +191,9 @@ def superseded(newest_first: Sequence[Path], look: Callable[[Path], Found], keep
     for place, path in enumerate(newest_first):
         sound += look(path).sound
         if sound == keep.keep:
-            kept = _best(newest_first, look, keep.keep_best)
-            older = [path for path in newest_first[place + 1 :] if not _is_permanent(path, keep.keep_every_steps)]
-            return [path for path in reversed(older) if path not in kept]
+            kept, every = _best(newest_first, look, keep.keep_best), keep.keep_every_steps
+            kept |= {path for path in newest_first if every and (step_of(path) or 0) % every == 0}
+            return [path for path in newest_first[:place:-1] if path not in kept]
     return []
 
 
@@ -202,11 +202,6 @@ def _best(newest_first: Sequence[Path], look: Callable[[Path], Found], count: in
     found = [look(path) for path in newest_first] if count else []
     measured = [one for one in found if one.sound and math.isfinite(one.validation_loss)]
     return {one.path for one in sorted(measured, key=lambda one: one.validation_loss)[:count]}
-
-
-def _is_permanent(path: Path, every_steps: int) -> bool:
-    step = step_of(path)
-    return every_steps > 0 and step is not None and step % every_steps == 0
 
 
 def sweep(folder: Path) -> list[Path]:

@@ -21,14 +21,13 @@ directory.py checks that all extents are inside the file and no two share a byte
 
 from __future__ import annotations
 
-import builtins
 import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -70,13 +69,12 @@ class Index:
         return np.array(plain, dtype=np.uint64).reshape(-1, 2)
 
 
-@dataclass(frozen=True)
-class Header:
-    """The first `bytes` of a file: a line of text, then the index, filled up with zeros."""
+class Header(NamedTuple):
+    """The first bytes of a file: a line of text, then the index, filled up with zeros."""
 
-    bytes: int
-    line: builtins.bytes
-    body: builtins.bytes
+    size: int
+    line: bytes
+    body: bytes
 
 
 def index_text(index: Index) -> bytes:
@@ -174,7 +172,7 @@ def read_header(descriptor: int) -> Header:
 
 def check_header(descriptor: int, header: Header, index: Index, extents: np.ndarray) -> None:
     """Verify the checksum of every byte outside the extents, those of tensors. Raises CheckpointError, OSError."""
-    gaps = gaps_between(extents, header.bytes, index.file_bytes)
+    gaps = gaps_between(extents, header.size, index.file_bytes)
     found, blocks = sum(length for _, length in gaps), index.blocks
     allowed = _TABLES_BYTES + _TABLES_BYTES_EACH * len(index.datasets) + _TABLES_BYTES_BLOCK * blocks
     if found > allowed:  # endless tables, which a sparse file has at no cost, would keep us reading
@@ -183,7 +181,7 @@ def check_header(descriptor: int, header: Header, index: Index, extents: np.ndar
             f"than {allowed:,}"
         )
     now = _xxh3(descriptor, header.body, gaps)
-    if header.line != _line(now, header.bytes):
+    if header.line != _line(now, header.size):
         raise CheckpointError(f"the index, tables or attributes of the file are damaged (xxh3 now {now:016x})")
 
 

@@ -1,6 +1,6 @@
 """Convert weights either way: `python -m hpcllm checkpoint convert`.
 
-a folder with config.json   -->  write_checkpoint here         -->  FILE.h5, at step 0 of a run that was never trained
+a folder with config.json   -->  _to_checkpoint                -->  FILE.h5, at step 0 of a run that was never trained
 a checkpoint                -->  write_folder, see export.py   -->  a folder
 
     all ranks   blocks of the file, shared by size --read--> (round) --> checkpoint.writer
@@ -27,7 +27,7 @@ from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.restore import check_names, tokenizer_json
 from hpcllm.checkpoint.slabs import Slab
 from hpcllm.checkpoint.state import RunFacts, facts
-from hpcllm.checkpoint.writer import WriteReport, prepare, write
+from hpcllm.checkpoint.writer import prepare, write
 from hpcllm.config.schema import DataConfig, ModelConfig, from_tables, to_tables
 from hpcllm.errors import HuggingFaceError
 from hpcllm.model.shapes import parameter_count, parameter_shapes
@@ -83,7 +83,8 @@ def convert(
     wanted = DTYPE_OPTIONS[dtype] if dtype else ""
     if is_folder:
         return _to_checkpoint(source, target, comm, wanted, advance)
-    return _to_folder(source, target, comm, wanted, architecture, shard_gb * 1e9, advance)
+    with Checkpoint.open(source, comm) as checkpoint:
+        return _to_folder(checkpoint, target, wanted, architecture, shard_gb * 1e9, advance)
 
 
 def _checked_source(named: Path, target: Path) -> tuple[Path, bool]:
@@ -103,64 +104,50 @@ def _checked_source(named: Path, target: Path) -> tuple[Path, bool]:
 def _to_checkpoint(
     source: Path, target: Path, comm: MPI.Intracomm | None, dtype: str, advance: Callable[[int], None]
 ) -> Report:
+    """Write a folder's model as a checkpoint that `generate`, `inspect` and `run.start_from` read."""
     with Folder.open(source, comm) as folder:
-        report = write_checkpoint(folder, target, comm, dtype, advance)
+        specs = {name: DatasetSpec(spec.shape, dtype or spec.dtype) for name, spec in folder.specs.items()}
+        text = np.frombuffer(folder.tokenizer_json.encode(), dtype=np.uint8)
+        if text.size:
+            specs[TOKENIZER] = DatasetSpec(text.shape, "uint8")
+        slabs = [specs[name].block(name, index) for name, index in my_blocks(specs, *rank_and_size(comm))]
+
+        def read(slab: Slab) -> np.ndarray:
+            advance(slab.elements * specs[slab.dataset].item_bytes)
+            if slab.dataset == TOKENIZER:
+                return text[slab.start[0] : slab.start[0] + slab.shape[0]]
+            return cast(folder.read(slab), folder.specs[slab.dataset].dtype, specs[slab.dataset].dtype, slab.dataset)
+
+        carried = {f"{CARRIED}/{file}": folder.texts[file] for file in (CONFIG, *COMPANIONS) if file in folder.texts}
+        said = never_trained(folder.model).attributes() | carried
+        report = write(target, comm, prepare(comm, specs, slabs), read, said)
         count = parameter_count(folder.model)
         return Report(str(source), str(target), folder.kind, count, report.bytes, report.seconds, folder.notes)
 
 
 def _to_folder(
-    source: Path,
+    checkpoint: Checkpoint,
     target: Path,
-    comm: MPI.Intracomm | None,
     dtype: str,
     architecture: str,
     shard_bytes: float,
     advance: Callable[[int], None],
 ) -> Report:
     started_s = time.perf_counter()
-    with Checkpoint.open(source, comm) as checkpoint:
-        model = from_tables(facts(checkpoint).config).model
-        check_names(checkpoint, MODEL, parameter_shapes(model))
-        has_master = f"{MASTER}/{next(iter(parameter_shapes(model)))}" in checkpoint.datasets
-        kind = MASTER if dtype == "float32" and has_master else MODEL  # more of each number is known there
-        ours = {name: dtype or checkpoint.datasets[f"{kind}/{name}"].spec.dtype for name in parameter_shapes(model)}
-        tokenizer = on_root(comm, lambda: tokenizer_json(checkpoint))
-        stored = next(iter(ours.values()))
-        said, texts = make_texts(checkpoint.attributes, tokenizer, model, architecture, stored, keeps_types=not dtype)
-        planned = plan_export(model, said, ours, shard_bytes)
-        write_folder(checkpoint, kind, planned, texts, target, advance)
+    model = from_tables(facts(checkpoint).config).model
+    names = parameter_shapes(model)
+    check_names(checkpoint, MODEL, names)
+    has_master = f"{MASTER}/{next(iter(names))}" in checkpoint.datasets
+    kind = MASTER if dtype == "float32" and has_master else MODEL  # more of each number is known there
+    ours = {name: dtype or checkpoint.datasets[f"{kind}/{name}"].spec.dtype for name in names}
+    tokenizer = on_root(checkpoint.comm, lambda: tokenizer_json(checkpoint))
+    stored = next(iter(ours.values()))
+    said, texts = make_texts(checkpoint.attributes, tokenizer, model, architecture, stored, keeps_types=not dtype)
+    planned = plan_export(model, said, ours, shard_bytes)
+    write_folder(checkpoint, kind, planned, texts, target, advance)
     written, seconds = sum(spec.bytes for spec in planned.specs.values()), time.perf_counter() - started_s
     notes = () if tokenizer else ("the checkpoint has no tokenizer: a model without words",)
-    return Report(str(source), str(target), said.kind, parameter_count(model), written, seconds, notes)
-
-
-def write_checkpoint(
-    folder: Folder,
-    path: Path,
-    comm: MPI.Intracomm | None,
-    dtype: str = "",
-    advance: Callable[[int], None] = lambda _: None,
-) -> WriteReport:
-    """Write the folder's model as a checkpoint that `generate`, `inspect` and `run.start_from` read. Collective.
-
-    dtype: of the tensors in the file; "": each keeps its own. advance: gets the bytes that this rank has read, as it
-    does. Raises HuggingFaceError, CheckpointError.
-    """
-    specs = {name: DatasetSpec(spec.shape, dtype or spec.dtype) for name, spec in folder.specs.items()}
-    text = np.frombuffer(folder.tokenizer_json.encode(), dtype=np.uint8)
-    if text.size:
-        specs[TOKENIZER] = DatasetSpec(text.shape, "uint8")
-    slabs = [specs[name].block(name, index) for name, index in my_blocks(specs, *rank_and_size(comm))]
-
-    def read(slab: Slab) -> np.ndarray:
-        advance(slab.elements * specs[slab.dataset].item_bytes)
-        if slab.dataset == TOKENIZER:
-            return text[slab.start[0] : slab.start[0] + slab.shape[0]]
-        return cast(folder.read(slab), folder.specs[slab.dataset].dtype, specs[slab.dataset].dtype, slab.dataset)
-
-    carried = {f"{CARRIED}/{file}": folder.texts[file] for file in (CONFIG, *COMPANIONS) if file in folder.texts}
-    return write(path, comm, prepare(comm, specs, slabs), read, never_trained(folder.model).attributes() | carried)
+    return Report(str(checkpoint.path), str(target), said.kind, parameter_count(model), written, seconds, notes)
 
 
 def never_trained(model: ModelConfig) -> RunFacts:
