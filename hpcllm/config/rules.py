@@ -10,75 +10,58 @@ from typing import Any, Literal
 
 from hpcllm.errors import ConfigError
 
-# key -> (what is valid, test); one row per rule that a single value decides
-RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+Rule = tuple[str, Callable[[Any], bool]]  # what is valid, in words; the test
+
+
+def _at_least(least: int, keys: str) -> dict[str, Rule]:
+    return {key: (f">= {least}", lambda v: v >= least) for key in keys.split()}
+
+
+def _above(bound: int, keys: str) -> dict[str, Rule]:
+    return {key: (f"> {bound}", lambda v: v > bound) for key in keys.split()}
+
+
+RULES = {  # key -> the rule that its value decides alone
+    **_at_least(-1, "checkpoint.stripe_count"),
+    **_at_least(
+        0,
+        """model.kv_heads model.head_channels model.vocabulary model.window mesh.dp pipeline.chunks pipeline.loss_tokens
+        optimizer.warmup_steps optimizer.weight_decay optimizer.clip_norm communication.exact_steps
+        communication.hash_every_steps checkpoint.every_steps checkpoint.keep_every_steps checkpoint.keep_best
+        log.validation_every_steps limits.wall_s limits.margin_s energy.price_per_kwh energy.price_per_node_hour""",
+    ),
+    **_at_least(
+        1,
+        """run.steps model.layers model.hidden model.heads model.ffn model.max_sequence model.rope_factor
+        model.rope_original_sequence data.sequence_length data.global_batch data.validation_sequences mesh.pp mesh.tp
+        pipeline.microbatches precision.loss_scale precision.loss_scale_steps checkpoint.keep checkpoint.stripe_mib
+        log.every_steps""",
+    ),
+    **_above(
+        0,
+        """model.norm_epsilon model.rope_low_frequency model.rope_high_frequency optimizer.learning_rate
+        optimizer.epsilon communication.bucket_mib limits.stall_s""",
+    ),
+    **_above(1, "model.rope_theta"),
     "run.name": (
         "a printable name without '/' that does not start with '.'",
         lambda v: v.isprintable() and v[:1] not in ("", ".") and "/" not in v,
     ),
     "run.seed": ("0 <= seed < 2^63", lambda v: 0 <= v < 2**63),
-    "run.steps": (">= 1", lambda v: v >= 1),
-    "model.layers": (">= 1", lambda v: v >= 1),
-    "model.hidden": (">= 1", lambda v: v >= 1),
-    "model.heads": (">= 1", lambda v: v >= 1),
-    "model.kv_heads": (">= 0", lambda v: v >= 0),
-    "model.head_channels": (">= 0", lambda v: v >= 0),
-    "model.ffn": (">= 1", lambda v: v >= 1),
-    "model.vocabulary": (">= 0", lambda v: v >= 0),
-    "model.max_sequence": (">= 1", lambda v: v >= 1),
-    "model.norm_epsilon": ("> 0", lambda v: v > 0),
-    "model.rope_theta": ("> 1", lambda v: v > 1),
     "model.rope_fraction": ("0 < rope_fraction <= 1", lambda v: 0 < v <= 1),
-    "model.rope_factor": (">= 1", lambda v: v >= 1),
-    "model.rope_low_frequency": ("> 0", lambda v: v > 0),
-    "model.rope_high_frequency": ("> 0", lambda v: v > 0),
-    "model.rope_original_sequence": (">= 1", lambda v: v >= 1),
-    "model.window": (">= 0", lambda v: v >= 0),
-    "data.sequence_length": (">= 1", lambda v: v >= 1),
-    "data.global_batch": (">= 1", lambda v: v >= 1),
-    "data.validation_sequences": (">= 1", lambda v: v >= 1),
-    "mesh.dp": (">= 0", lambda v: v >= 0),
-    "mesh.pp": (">= 1", lambda v: v >= 1),
-    "mesh.tp": (">= 1", lambda v: v >= 1),
     "mesh.order": (
         "the axes tp, dp and pp, each once, fastest first",
         lambda v: sorted(v.split(",")) == ["dp", "pp", "tp"],
     ),
-    "pipeline.microbatches": (">= 1", lambda v: v >= 1),
-    "pipeline.chunks": (">= 0", lambda v: v >= 0),
     "pipeline.layers": ("at least one block for each virtual stage", lambda v: all(blocks >= 1 for blocks in v)),
     "pipeline.recompute": (
         "none, selective or full, or one of them for each virtual stage, as in 'full,full,none,none'",
         lambda v: all(word in ("none", "selective", "full") for word in v.split(",")),
     ),
-    "pipeline.loss_tokens": (">= 0", lambda v: v >= 0),
-    "precision.loss_scale": (">= 1", lambda v: v >= 1),
-    "precision.loss_scale_steps": (">= 1", lambda v: v >= 1),
-    "optimizer.learning_rate": ("> 0", lambda v: v > 0),
-    "optimizer.warmup_steps": (">= 0", lambda v: v >= 0),
     "optimizer.final_fraction": ("0 to 1", lambda v: 0 <= v <= 1),
-    "optimizer.weight_decay": (">= 0", lambda v: v >= 0),
     "optimizer.beta1": ("0 <= beta1 < 1", lambda v: 0 <= v < 1),
     "optimizer.beta2": ("0 <= beta2 < 1", lambda v: 0 <= v < 1),
-    "optimizer.epsilon": ("> 0", lambda v: v > 0),
-    "optimizer.clip_norm": (">= 0", lambda v: v >= 0),
-    "communication.exact_steps": (">= 0", lambda v: v >= 0),
-    "communication.bucket_mib": ("> 0", lambda v: v > 0),
-    "communication.hash_every_steps": (">= 0", lambda v: v >= 0),
-    "checkpoint.every_steps": (">= 0", lambda v: v >= 0),
-    "checkpoint.keep": (">= 1", lambda v: v >= 1),
-    "checkpoint.keep_every_steps": (">= 0", lambda v: v >= 0),
-    "checkpoint.keep_best": (">= 0", lambda v: v >= 0),
-    "checkpoint.stripe_count": (">= -1", lambda v: v >= -1),
-    "checkpoint.stripe_mib": (">= 1", lambda v: v >= 1),
-    "log.every_steps": (">= 1", lambda v: v >= 1),
     "log.trace_steps": ("steps, from 1 on", lambda v: all(step >= 1 for step in v)),
-    "log.validation_every_steps": (">= 0", lambda v: v >= 0),
-    "limits.stall_s": ("> 0", lambda v: v > 0),
-    "limits.wall_s": (">= 0", lambda v: v >= 0),
-    "energy.price_per_kwh": (">= 0", lambda v: v >= 0),
-    "energy.price_per_node_hour": (">= 0", lambda v: v >= 0),
-    "limits.margin_s": (">= 0", lambda v: v >= 0),
 }
 
 
@@ -109,7 +92,9 @@ def checked(key: str, value: Any, kind: Any) -> Any:
 def typed(key: str, value: Any, kind: Any) -> Any:
     """Check the type of a value alone."""
     if typing.get_origin(kind) is tuple:
-        return _whole_numbers(key, value)
+        if not isinstance(value, list | tuple) or any(type(item) is not int for item in value):
+            raise ConfigError(f"{key} = {value!r} should be a list of whole numbers, for example {key} = [5, 6, 6, 5]")
+        return tuple(value)
     if kind is float and type(value) is int and abs(value) < 2**53:
         return float(value)
     if type(value) is not kind:
@@ -123,9 +108,3 @@ def nearest(name: str, valid: typing.Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(valid), 1)
     hint = f"did you mean {close[0]}? " if close else ""
     return f"{hint}valid: {', '.join(sorted(valid))}"
-
-
-def _whole_numbers(key: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple) or any(type(item) is not int for item in value):
-        raise ConfigError(f"{key} = {value!r} should be a list of whole numbers, for example {key} = [5, 6, 6, 5]")
-    return tuple(value)

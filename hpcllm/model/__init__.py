@@ -5,6 +5,5 @@ transformer.py       the decoder: embedding, norms, blocks, head; attention.py: 
 tensor_parallel.py   the messages between the ranks of one layer; linear.py: the layers that it splits
 recompute.py         tensors that the backward pass makes again; loss.py: cross entropy, split or in pieces
 initialisation.py    weights that do not depend on the layout
-unshard_hooks.py     when a unit's weights are needed, for an optimizer that shards them
 sampling.py          text from a decoder, by the key-value cache of attention.py
 """

@@ -21,11 +21,16 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hpcllm.config.schema import ModelConfig
 from hpcllm.mpi.partition import chunk_range
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Shape = tuple[int, ...]
+ENDS = "ends"  # the unit of embeddings, final norm and head, whatever of them a stage has
 _COLUMNS = ("attention.query", "attention.key", "attention.value", "ffn.gate", "ffn.up")
 _ROWS = ("attention.output", "ffn.down")
 _TABLES = ("embedding.weight", "head.weight")
@@ -100,6 +105,30 @@ def split_dim(name: str) -> int | None:
     if name in _TABLES or layer.endswith(_COLUMNS):
         return 0
     return 1 if layer.endswith(_ROWS) and kind == "weight" else None
+
+
+def unit_of(parameter: str) -> str:
+    """The unit of a parameter, "blocks.<i>" or ENDS: what a sharded optimizer gathers, and frees, at once."""
+    return ".".join(parameter.split(".")[:2]) if parameter.startswith("blocks.") else ENDS
+
+
+class UnshardHooks:
+    """Called around the work of each unit, to have its parameters there in time. These do nothing: they always are.
+
+        x = before_unit("blocks.3", x);  x = block(x);  x = after_unit("blocks.3", x)
+
+    A sharded optimizer waits in the first for parameters that are still being gathered. Where they are sharded too
+    (ZeRO-3) it gathers a unit before its work and frees it after; through the x that a hook returns it takes part in
+    the backward pass as well. ENDS is announced before the embedding and the head, and never freed by a hook.
+    """
+
+    def before_unit(self, unit: str, x: Tensor) -> Tensor:  # noqa: ARG002
+        """Called before the unit's work on x; returns x, or another tensor of the same values."""
+        return x
+
+    def after_unit(self, unit: str, x: Tensor) -> Tensor:  # noqa: ARG002
+        """Called after the unit's work, which made x; returns x, or another tensor of the same values."""
+        return x
 
 
 def shard_of(name: str, shape: Shape, rank: int, size: int) -> tuple[Shape, Shape]:

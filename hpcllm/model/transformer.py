@@ -36,9 +36,8 @@ from hpcllm.model.attention import Attention, KeyValueCache, rotary_table
 from hpcllm.model.linear import PLAIN, DeferredGradients, Linear, PassOptions, columns, rows
 from hpcllm.model.loss import cross_entropy_sum, cross_entropy_sum_in_pieces
 from hpcllm.model.recompute import Recompute, checkpoint_block
-from hpcllm.model.shapes import StageSpan
+from hpcllm.model.shapes import ENDS, StageSpan, UnshardHooks
 from hpcllm.model.tensor_parallel import ALONE, TensorParallel, as_gathered, in_order, sum_with_gradient
-from hpcllm.model.unshard_hooks import ENDS, NoUnshard, UnshardHooks
 from hpcllm.mpi.partition import chunk_range
 
 
@@ -122,7 +121,7 @@ class Decoder(nn.Module):
     def __init__(self, model: ModelConfig, span: StageSpan, tp: TensorParallel = ALONE) -> None:
         super().__init__()
         self.model, self.span, self.shared_by, self.exact = model, span, tp, False
-        self.unshard_hooks: UnshardHooks = NoUnshard()
+        self.unshard_hooks = UnshardHooks()
         self.recompute = "none"
         self.loss_tokens = 0
         self.first_token, end = chunk_range(model.vocabulary, tp.size, tp.rank)  # of this rank's rows of the tables

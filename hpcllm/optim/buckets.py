@@ -5,43 +5,76 @@
     bucket 1                          [ w1 ]--sum over dp-->
     bucket 2                  [ n2              n1      e0 ]--sum over dp-->       e, n: exact
 
-Every microbatch is added to flat float32 arrays: by autograd itself where parameters are float32 too, their .grad
-being views of the arrays; else by the hook that autograd calls, or that a W of the schedule calls later. The schedule
-says how many additions a step makes, so the last one is known whatever its order; a bucket that is complete goes to the
-worker thread, in bucket order, so that all replicas sum the same bucket at the same time. An embedding that two ranks
-share comes last: it is summed over the replicas, then over the two ends of the pipeline.
+Whole gradients (GradientBuckets): every microbatch is added to flat float32 arrays: by autograd itself where parameters
+are float32 too, their .grad being views of the arrays; else by the hook that autograd calls, or that a W of the
+schedule calls later. The schedule says how many additions a step makes, so the last one is known whatever its order; a
+bucket that is complete goes to the worker thread, in bucket order, so that all replicas sum the same bucket at the same
+time. An embedding that two ranks share comes last: it is summed over the replicas, then over the two ends of the
+pipeline. Replicas that shard the states of the optimizer (ZeRO-1, arXiv:1910.02054 section 5) reduce-scatter: each gets
+the sum of its own range of a bucket, in the place of its own addends.
 
-Replicas that shard the states of the optimizer (ZeRO-1, arXiv:1910.02054 section 5) reduce-scatter: each gets the sum
-of its own range of a bucket, in the place of its own addends.
+A share only (ShardedGradients, ZeRO-2): each microbatch's gradients are reduce-scattered.
+
+    backward pass     w3 ----> w2 ----> w1                microbatch 1: w3 ----> w2 ----> ...
+                       |        |
+    a free buffer    [ w3     w2 ]--reduce-scatter--> + own range of the float32 sum
+                                                 `--> the buffer is free again
+
+Memory is taken when a first gradient of a flat buffer comes, and sent off as soon as each of its parameters has brought
+something; what came twice meanwhile is added up, and what is left at the end of a step is sent then. Sums are linear,
+so it does not matter which microbatch travels when, as long as all replicas send at the same points of the program:
+they run the same schedule, and autograd goes through equal graphs in equal order. Sums over tp and over the ends of the
+pipeline come last, of the share alone: other stages are at other points, and to wait for one of them could be for ever.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hpcllm.collectives.worker import Worker
-from hpcllm.optim.gradient_reduce import EXACT_STEP, WRONG_COUNT, ReduceStep, squares, take_gradient
+from hpcllm.optim.gradient_reduce import EXACT_STEP, ReduceStep, squares
 from hpcllm.optim.shard_spec import ShardSpec
 
 Memory = Callable[[int], Tensor]  # n -> (n,) float32 of zeros
+MOST_SENDING = 2  # buffers on their way; more would take memory, and time only if the wire is the slower one anyway
+WRONG_COUNT = "a parameter got more or fewer gradients than said"
 
 
-class Gradients(Protocol):
-    """Gradients of one rank during a step: kept whole (GradientBuckets) or as this rank's share (ShardedGradients)."""
+class Gradients(ABC):
+    """Gradients of one rank during a step: kept whole (GradientBuckets) or as this rank's share (ShardedGradients).
 
+    shares: sums that this rank updates weights with, (owned,) float32 for each buffer, always the same memory.
+    """
+
+    def __init__(
+        self, shares: list[Tensor], specs: Sequence[ShardSpec], parameters: Mapping[str, nn.Parameter], worker: Worker
+    ) -> None:
+        self.shares, self.worker = shares, worker
+        self._counted = [share for share, spec in zip(shares, specs, strict=True) if spec.counts]
+        self._step = EXACT_STEP
+        longest = max((spec.owned for spec in specs if spec.sharded), default=0)
+        self._scratch = next(iter(parameters.values())).new_empty(longest, dtype=torch.float32)  # the worker's
+        for parameter in parameters.values():
+            parameter.register_post_accumulate_grad_hook(self.added)  # type: ignore[no-untyped-call]
+
+    @abstractmethod
     def begin(self, step: int, exact: bool) -> None:
         """Begin a new step, whose gradients are zero so far; exact: they are summed without a codec."""
 
+    @abstractmethod
     def added(self, parameter: Tensor) -> None:
         """Take note that something was added to the parameter's .grad."""
 
+    @abstractmethod
     def finish(self) -> None:
         """Return when every gradient is summed. Collective over the mesh. Raises StallError."""
 
@@ -50,13 +83,11 @@ class Gradients(Protocol):
 
         On the gradients' device, where it may still be under way.
         """
+        return squares(self._counted, self._scratch)
 
     def is_finite(self) -> bool:
         """True if all gradients of this rank are finite, whoever counts them."""
-
-    @property
-    def shares(self) -> list[Tensor]:
-        """Sums that this rank updates weights with, (owned,) float32 for each buffer, always the same memory."""
+        return math.isfinite(squares(self.shares, self._scratch))
 
 
 @dataclass
@@ -70,20 +101,27 @@ class Bucket:
         return self.gradients[self.spec.start : self.spec.end]
 
 
-@dataclass
-class GradientBuckets:
-    """The gradients of one rank's parameters, whole, and their sums. See Gradients."""
+class GradientBuckets(Gradients):
+    """The gradients of one rank's parameters, whole, and their sums."""
 
-    buckets: list[Bucket]
-    worker: Worker
-    _step: ReduceStep = EXACT_STEP
-    _next: int = 0
-    _home: dict[Tensor, tuple[Bucket, Tensor]] = field(default_factory=dict)  # by parameter: and its view, float32
-    _scratch: Tensor = field(default_factory=lambda: torch.empty(0))  # (longest share,) float32, the worker's
-
-    @property
-    def shares(self) -> list[Tensor]:
-        return [bucket.share for bucket in self.buckets]
+    def __init__(
+        self,
+        specs: Sequence[ShardSpec],
+        parameters: Mapping[str, nn.Parameter],
+        worker: Worker,
+        memory: Memory = torch.zeros,
+    ) -> None:
+        """Make a bucket for each flat buffer. memory: collective over the replicas if their node shares it."""
+        self.buckets = [Bucket(spec, memory(spec.buffer.size)) for spec in specs]
+        self._next = 0
+        self._home: dict[Tensor, tuple[Bucket, Tensor]] = {}  # by parameter: and its view, float32
+        for bucket in self.buckets:
+            for name, view in zip(bucket.spec.buffer.names, bucket.spec.views(bucket.gradients), strict=True):
+                parameter = parameters[name]
+                self._home[parameter] = bucket, view.view(parameter.shape)
+                if parameter.dtype == torch.float32:
+                    parameter.grad = view.view(parameter.shape)
+        super().__init__([bucket.share for bucket in self.buckets], specs, parameters, worker)
 
     def begin(self, step: int, exact: bool) -> None:
         self._next, self._step = 0, ReduceStep(step, exact)
@@ -91,21 +129,11 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.missing = bucket.spec.additions
 
-    def finish(self) -> None:
-        assert not any(bucket.missing for bucket in self.buckets), WRONG_COUNT
-        self.worker.finish()
-
-    def squared_norm(self) -> Tensor:
-        return squares([bucket.share for bucket in self.buckets if bucket.spec.counts], self._scratch)
-
-    def is_finite(self) -> bool:
-        return math.isfinite(squares(self.shares, self._scratch))
-
     def added(self, parameter: Tensor) -> None:
         """Submit the buckets that this gradient completes, in order."""
         bucket, view = self._home[parameter]
         if parameter.dtype != torch.float32:
-            view.add_(take_gradient(parameter))
+            view.add_(_take_gradient(parameter))
         bucket.missing -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             bucket = self.buckets[self._next]
@@ -113,14 +141,9 @@ class GradientBuckets:
             if bucket.spec.sharded or not bucket.spec.reduce.is_alone:
                 self.worker.submit(partial(self._sum, bucket))
 
-    def hook_up(self, bucket: Bucket, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Lead what autograd adds to the bucket's parameters into it."""
-        for name, view in zip(bucket.spec.buffer.names, bucket.spec.views(bucket.gradients), strict=True):
-            parameter = parameters[name]
-            self._home[parameter] = bucket, view.view(parameter.shape)
-            if parameter.dtype == torch.float32:
-                parameter.grad = view.view(parameter.shape)
-            parameter.register_post_accumulate_grad_hook(self.added)  # type: ignore[no-untyped-call]
+    def finish(self) -> None:
+        assert not any(bucket.missing for bucket in self.buckets), WRONG_COUNT
+        self.worker.finish()
 
     def _sum(self, bucket: Bucket) -> None:
         reduce = bucket.spec.reduce
@@ -132,13 +155,101 @@ class GradientBuckets:
         reduce.allreduce(bucket.share.copy_(total), reduce.others, self._step)
 
 
-def make_buckets(
-    specs: Sequence[ShardSpec], parameters: Mapping[str, nn.Parameter], worker: Worker, memory: Memory = torch.zeros
-) -> GradientBuckets:
-    """A bucket for each flat buffer, hooked up. memory: collective over the replicas if their node shares it."""
-    result = GradientBuckets([Bucket(spec, memory(spec.buffer.size)) for spec in specs], worker)
-    longest = max((spec.owned for spec in specs if spec.sharded), default=0)
-    result._scratch = next(iter(parameters.values())).new_empty(longest, dtype=torch.float32)
-    for bucket in result.buckets:
-        result.hook_up(bucket, parameters)
-    return result
+@dataclass
+class ShardedBucket:
+    """One flat buffer's share, and the addends that are still to be sent."""
+
+    spec: ShardSpec
+    share: Tensor  # (owned,) float32
+    memory: Tensor | None = None  # at least (buffer.size,) float32, while something is in it
+    came: dict[str, int] = field(default_factory=dict)  # how many times each parameter added to the memory
+    parts: int = 0  # sent off in this step
+    additions: int = 0  # in this step
+
+
+class ShardedGradients(Gradients):
+    """This rank's share of the gradients."""
+
+    def __init__(self, specs: Sequence[ShardSpec], parameters: Mapping[str, nn.Parameter], worker: Worker) -> None:
+        like = next(iter(parameters.values())).new_empty(0, dtype=torch.float32)
+        self.buckets = [ShardedBucket(spec, like.new_zeros(spec.owned)) for spec in specs]
+        self._home: dict[Tensor, tuple[ShardedBucket, str, slice]] = {}  # by parameter: name, its place
+        for bucket in self.buckets:
+            start = 0
+            for name, size in zip(bucket.spec.buffer.names, bucket.spec.buffer.sizes, strict=True):
+                self._home[parameters[name]] = bucket, name, slice(start, start + size)
+                start += size
+        self._free: list[Tensor] = []
+        self._sending: deque[tuple[Tensor, Future[None]]] = deque()
+        super().__init__([bucket.share for bucket in self.buckets], specs, parameters, worker)
+
+    def begin(self, step: int, exact: bool) -> None:
+        self._step = ReduceStep(step, exact)
+        torch._foreach_zero_(self.shares)
+        for bucket in self.buckets:
+            bucket.parts = bucket.additions = 0
+
+    def added(self, parameter: Tensor) -> None:
+        """Move the gradient to the bucket's memory; submit that once every parameter has brought something."""
+        bucket, name, place = self._home[parameter]
+        if bucket.memory is None:
+            bucket.memory = self._take(bucket.spec.buffer.size)
+        view, gradient = bucket.memory[place], _take_gradient(parameter).view(-1)
+        if name in bucket.came:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+        bucket.came[name] = bucket.came.get(name, 0) + 1
+        bucket.additions += 1
+        if len(bucket.came) == len(bucket.spec.buffer.names):
+            self._send(bucket)
+
+    def finish(self) -> None:
+        for bucket in self.buckets:
+            assert bucket.additions == bucket.spec.additions, WRONG_COUNT
+            if bucket.memory is not None:
+                self._send(bucket)
+        for bucket in self.buckets:
+            reduce = bucket.spec.reduce
+            if reduce.others:
+                self.worker.submit(partial(reduce.allreduce, bucket.share, reduce.others, self._step))
+        self.worker.finish()
+        self._free += [memory for memory, _ in self._sending]
+        self._sending.clear()
+
+    def _take(self, n: int) -> Tensor:
+        """Memory of n values at least; the allocator is only asked while the pool grows."""
+        while self._sending and (len(self._sending) > MOST_SENDING or self._sending[0][1].done()):
+            memory, future = self._sending.popleft()
+            self.worker.wait(future)
+            self._free.append(memory)
+        fitting = [place for place, memory in enumerate(self._free) if memory.numel() >= n]
+        if not fitting:
+            return self._scratch.new_empty(n)
+        return self._free.pop(min(fitting, key=lambda place: self._free[place].numel()))
+
+    def _send(self, bucket: ShardedBucket) -> None:
+        """Submit what is in the bucket's memory."""
+        assert bucket.memory is not None
+        values = bucket.memory[: bucket.spec.buffer.size]
+        for name, view in zip(bucket.spec.buffer.names, bucket.spec.views(values), strict=True):
+            if name not in bucket.came:
+                view.zero_()
+        future = self.worker.submit(partial(self._sum, bucket, values, replace(self._step, part=bucket.parts)))
+        self._sending.append((bucket.memory, future))
+        bucket.parts += 1
+        bucket.memory = None
+        bucket.came.clear()
+
+    def _sum(self, bucket: ShardedBucket, values: Tensor, step: ReduceStep) -> None:
+        total = self._scratch[: bucket.spec.owned]
+        bucket.spec.reduce.reduce_scatter(values, total, step)
+        bucket.share.add_(total)
+
+
+def _take_gradient(parameter: Tensor) -> Tensor:
+    """Take the .grad away from a parameter: it will at once be added to a sum."""
+    gradient = parameter.grad
+    assert gradient is not None
+    parameter.grad = None
+    return gradient

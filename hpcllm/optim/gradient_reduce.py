@@ -25,8 +25,6 @@ from hpcllm.collectives import Group, allreduce, reduce_scatter
 from hpcllm.collectives.feedback import ErrorFeedback
 from hpcllm.config.policies import FEEDBACK
 
-WRONG_COUNT = "a parameter got more or fewer gradients than said"  # of whoever keeps gradients
-
 
 @dataclass(frozen=True)
 class ReduceStep:
@@ -132,11 +130,3 @@ def squares(arrays: Sequence[Tensor], like: Tensor) -> Tensor:
     if not values:
         return like.new_zeros((), dtype=torch.float64)
     return torch.stack(torch._foreach_norm(values)).double().square().sum()
-
-
-def take_gradient(parameter: Tensor) -> Tensor:
-    """Take the .grad away from a parameter: it has been, or will at once be, added to a sum."""
-    gradient = parameter.grad
-    assert gradient is not None
-    parameter.grad = None
-    return gradient

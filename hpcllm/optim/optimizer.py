@@ -22,10 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from mpi4py import MPI
 from torch import Tensor, nn
 
-from hpcllm.codecs import find_codec
 from hpcllm.collectives import Group, chunk_range, group_of, prepare, shared_zeros
 from hpcllm.collectives.group import make_group
 from hpcllm.collectives.tuning import Tuning
@@ -34,17 +32,14 @@ from hpcllm.collectives.worker import Worker
 from hpcllm.config.schema import Config, OptimizerConfig, traffic_codecs
 from hpcllm.errors import UserError
 from hpcllm.model.tensor_parallel import TensorParallel
-from hpcllm.model.unshard_hooks import UnshardHooks
 from hpcllm.mpi.mesh import Mesh
 from hpcllm.mpi.wait import Waits
 from hpcllm.mpi.watchdog import Watchdog
 from hpcllm.optim.adamw import Share, make_share
-from hpcllm.optim.buckets import Gradients, make_buckets
+from hpcllm.optim.buckets import GradientBuckets, Gradients, ShardedGradients
 from hpcllm.optim.flat_buffers import Piece
-from hpcllm.optim.gathered_weights import GatheredWeights, Weights, WholeWeights
-from hpcllm.optim.shard_spec import BucketPlan, Fill, Groups, ShardSpec, make_shard_specs
-from hpcllm.optim.sharded_gradients import make_sharded_gradients
-from hpcllm.optim.zero3 import Zero3Weights
+from hpcllm.optim.shard_spec import Fill, Groups, ShardSpec, make_shard_specs
+from hpcllm.optim.weights import GatheredWeights, Weights, Zero3Weights
 
 KINDS = ("gradients", "parameters")  # of traffic
 
@@ -58,11 +53,6 @@ class Optimizer:
     replica: int  # this rank's number among the replicas
     replicas: int
     updates: int = 0  # made so far
-
-    @property
-    def unshard_hooks(self) -> UnshardHooks:
-        """Hooks for the decoders of this rank."""
-        return self.weights.unshard_hooks
 
     def update(self, learning_rate: float, factor: float) -> None:
         """Make an AdamW step with the gradients times `factor`; then gather the replicas' shares, in the background.
@@ -138,7 +128,7 @@ def make_optimization(
     parameters: of this rank, in forward order, without values: `fill` writes those where the shard level puts them.
     additions, shared: see make_shard_specs.
     """
-    shard, codecs = config.optimizer.shard, traffic_codecs(config.communication)
+    shard, codec = config.optimizer.shard, traffic_codecs(config.communication)["parameters"]
     device = next(iter(parameters.values())).device
     wires = {kind: Wire(Waits(config.limits.stall_s, observer=watchdog)) for kind in KINDS}
     # sums over tp have messages of their own: the layers' travel at the same time, from another thread
@@ -150,70 +140,42 @@ def make_optimization(
             group.wire = wires["parameters" if group is gathering else "gradients"]
             group.use_tuning(tuning)
             prepare(group, device.type == "cpu")  # before it moves to a thread of its own
-    plan = BucketPlan(
-        bucket_bytes=config.communication.bucket_mib * 2**20,
-        codec=codecs["gradients"],
-        exact=config.communication.exact,
-        algorithm=config.communication.algorithm,
-        seed=config.run.seed,
-        shard=shard,
-        device=device,
-    )
-    specs = make_shard_specs(parameters, additions, shared, plan, groups, tp)
-    worker = Worker(device=device)
+    specs, worker = make_shard_specs(parameters, additions, shared, config, groups, tp), Worker(device=device)
     gradients: Gradients
     if shard in ("none", "states"):
         memory = partial(_zeros, dtype=torch.float32, group=groups.replicas, device=device)
-        gradients = make_buckets(specs, parameters, worker, memory)
+        gradients = GradientBuckets(specs, parameters, worker, memory)
     else:
-        gradients = make_sharded_gradients(specs, parameters, worker)
-    weights = _make_weights(shard, specs, parameters, fill, codecs["parameters"], gathering, worker, device)
-    optimizer = _make_optimizer(
-        specs, parameters, gradients.shares, weights, codecs["parameters"], mesh.dp, config.optimizer
-    )
+        gradients = ShardedGradients(specs, parameters, worker)
+    if gathering is None:
+        weights = Weights(specs, parameters, fill)
+    elif shard == "all":
+        weights = Zero3Weights(specs, parameters, fill, codec, gathering, worker)
+    else:
+        zeros = partial(_zeros, group=gathering, device=device)
+        weights = GatheredWeights(specs, parameters, fill, codec, gathering, worker, zeros)
+    shares = _make_shares(specs, parameters, gradients.shares, weights, config.optimizer)
+    optimizer = Optimizer(shares, weights, mesh.dp.rank, mesh.dp.size)
     return Optimization(gradients, optimizer, worker, wires, tuple(group for group in (over_tp, gathering) if group))
 
 
-def _make_weights(
-    shard: str,
-    specs: Sequence[ShardSpec],
-    parameters: Mapping[str, nn.Parameter],
-    fill: Fill,
-    codec: str,
-    gathering: Group | None,
-    worker: Worker,
-    device: torch.device,
-) -> Weights:
-    if gathering is None:
-        return WholeWeights(specs, parameters, fill)
-    if shard == "all":
-        return Zero3Weights(specs, parameters, fill, codec, gathering, worker)
-    memory = partial(_zeros, group=gathering, device=device)
-    return GatheredWeights(specs, parameters, fill, codec, gathering, worker, memory)
-
-
-def _make_optimizer(
+def _make_shares(
     specs: Sequence[ShardSpec],
     parameters: Mapping[str, nn.Parameter],
     gradients: Sequence[Tensor],
     weights: Weights,
-    codec: str,
-    dp: MPI.Intracomm,
     config: OptimizerConfig,
-) -> Optimizer:
-    """gradients: for each flat buffer, the memory of the sums that this rank owns. codec: of parameters, by name.
+) -> list[Share]:
+    """gradients: for each flat buffer, the memory of the sums that this rank owns.
 
     Master weights are kept where the model's are of 16 bits, or replicas hold what a lossy codec made of them.
     """
     matrices = {name for name, p in parameters.items() if p.dim() > 1}
-    dtype = next(iter(parameters.values())).dtype
-    is_lossy = config.shard in ("states", "states+gradients") and not find_codec(codec, dtype).lossless
-    keeps_master = dtype != torch.float32 or is_lossy
-    shares = [
+    keeps_master = weights.is_lossy or next(iter(parameters.values())).dtype != torch.float32
+    return [
         make_share(spec, partial(weights.owned, number), sums, keeps_master, matrices.__contains__, config)
         for number, (spec, sums) in enumerate(zip(specs, gradients, strict=True))
     ]
-    return Optimizer(shares, weights, dp.rank, dp.size)
 
 
 def _zeros(n: int, dtype: torch.dtype, group: Group, device: torch.device) -> torch.Tensor:

@@ -16,27 +16,13 @@ from torch import Tensor, nn
 
 from hpcllm.collectives import Group, chunk_range
 from hpcllm.config.policies import is_exact
-from hpcllm.model.shapes import split_dim
+from hpcllm.config.schema import Config, traffic_codecs
+from hpcllm.model.shapes import split_dim, unit_of
 from hpcllm.model.tensor_parallel import ALONE, TensorParallel, has_partial_gradient
-from hpcllm.model.unshard_hooks import unit_of
 from hpcllm.optim.flat_buffers import FlatBuffer, Traits, lay_out
 from hpcllm.optim.gradient_reduce import GradientReduce
 
-CPU = torch.device("cpu")
 Fill = Callable[[str, Tensor], None]  # writes the first values of a parameter, by its name, to memory of its shape
-
-
-@dataclass(frozen=True, kw_only=True)
-class BucketPlan:
-    """Settings that decide the flat buffers of a stage; equal on all of its replicas."""
-
-    bucket_bytes: float  # of gradients
-    codec: str  # of gradients that may be coded
-    exact: str  # words that make a parameter exact
-    algorithm: str
-    seed: int
-    shard: str = "none"
-    device: torch.device = CPU
 
 
 @dataclass(frozen=True)
@@ -87,7 +73,7 @@ def make_shard_specs(
     parameters: Mapping[str, nn.Parameter],
     additions: Mapping[str, int],
     shared: str | None,
-    plan: BucketPlan,
+    config: Config,
     groups: Groups,
     tp: TensorParallel = ALONE,
 ) -> list[ShardSpec]:
@@ -96,26 +82,24 @@ def make_shard_specs(
     additions: how many times a step adds to a parameter's gradient, by name. shared: the parameter of which the other
     end of the pipeline has a copy, if there is one.
     """
+    communication, device = config.communication, next(iter(parameters.values())).device
+    codec = traffic_codecs(communication)["gradients"]
 
     def traits(name: str) -> Traits:
-        unit = unit_of(name) if plan.shard == "all" else ""
+        unit = unit_of(name) if config.optimizer.shard == "all" else ""
         whole = tp.size == 1 or split_dim(name) is None
-        return Traits(is_exact(name, plan.exact), whole, has_partial_gradient(name, tp), name == shared, unit)
+        return Traits(is_exact(name, communication.exact), whole, has_partial_gradient(name, tp), name == shared, unit)
 
     sizes = {name: p.numel() for name, p in parameters.items()}
-    buffers = lay_out(sizes, traits, plan.bucket_bytes / 4)
-    return [_shard_spec(buffer, number, additions, plan, groups, tp) for number, buffer in enumerate(buffers)]
-
-
-def _shard_spec(
-    buffer: FlatBuffer, number: int, additions: Mapping[str, int], plan: BucketPlan, groups: Groups, tp: TensorParallel
-) -> ShardSpec:
-    traits, replicas, sharded = buffer.traits, groups.replicas, plan.shard != "none"
-    over_tp = (groups.tensor,) if traits.tp_partial and groups.tensor else ()
-    over_ends = (groups.ends,) if traits.shared else ()
-    codec = "raw" if traits.exact else plan.codec
-    reduce = GradientReduce(replicas, over_tp + over_ends, codec, plan.algorithm, (plan.seed, number), plan.device)
-    start, end = chunk_range(buffer.size, replicas.size, replicas.rank) if sharded else (0, buffer.size)
-    is_first = (sharded or replicas.rank == 0) and (tp.rank == 0 or not traits.whole)
-    counts = is_first and (groups.ends.rank == 0 or not traits.shared)
-    return ShardSpec(buffer, sharded, start, end, reduce, counts, sum(additions[name] for name in buffer.names))
+    specs = []
+    for number, buffer in enumerate(lay_out(sizes, traits, communication.bucket_mib * 2**20 / 4)):
+        kind, replicas, sharded = buffer.traits, groups.replicas, config.optimizer.shard != "none"
+        others = ((groups.tensor,) if kind.tp_partial and groups.tensor else ()) + (groups.ends,) * kind.shared
+        name, key = "raw" if kind.exact else codec, (config.run.seed, number)
+        reduce = GradientReduce(replicas, others, name, communication.algorithm, key, device)
+        start, end = chunk_range(buffer.size, replicas.size, replicas.rank) if sharded else (0, buffer.size)
+        is_first = (sharded or replicas.rank == 0) and (tp.rank == 0 or not kind.whole)
+        counts = is_first and (groups.ends.rank == 0 or not kind.shared)
+        added = sum(additions[name] for name in buffer.names)
+        specs.append(ShardSpec(buffer, sharded, start, end, reduce, counts, added))
+    return specs

@@ -37,7 +37,6 @@ from hpcllm.mpi.mesh_axes import describe_rank
 from hpcllm.mpi.wait import Waits
 from hpcllm.mpi.watchdog import Watchdog, open_watchdog
 from hpcllm.optim.buckets import Gradients
-from hpcllm.optim.loss_scale import LossScale, make_loss_scale
 from hpcllm.optim.optimizer import KINDS, Optimization, Optimizer, make_optimization
 from hpcllm.pipeline.actions import Placement
 from hpcllm.pipeline.chunk import Chunk, additions
@@ -48,6 +47,7 @@ from hpcllm.plan.resolve import resolve
 from hpcllm.system.device import torch_dtype
 from hpcllm.system.device_setup import DeviceSetup, set_up_device
 from hpcllm.training.log import Traffic
+from hpcllm.training.step import LossScale, make_loss_scale
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def open_run(config: Config, comm: MPI.Intracomm) -> Iterator[RunContext]:
         fill = initial_values(config.model, config.run.seed, tp)
         optimization = make_optimization(config, mesh, parameters, fill, counts, shared, tp, tuning, watchdog)
         for decoder in decoders:
-            decoder.unshard_hooks = optimization.optimizer.unshard_hooks
+            decoder.unshard_hooks = optimization.optimizer.weights
         link = _link(config, mesh, tp, placement, device_setup.device, tuning, watchdog)
         yield RunContext(
             config=config,

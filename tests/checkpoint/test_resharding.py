@@ -24,13 +24,13 @@ from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.restore import fill
 from hpcllm.checkpoint.slabs import Slab, part_of
 from hpcllm.checkpoint.state import Shards, arrays_of
-from hpcllm.config.schema import ModelConfig
+from hpcllm.config.schema import CommunicationConfig, Config, ModelConfig, OptimizerConfig
 from hpcllm.model.shapes import parameter_shapes, shard_of, split_layers
 from hpcllm.model.tensor_parallel import TensorParallel
 from hpcllm.optim.adamw import Share
 from hpcllm.optim.flat_buffers import MASTER, Piece
 from hpcllm.optim.optimizer import Optimizer
-from hpcllm.optim.shard_spec import BucketPlan, Groups, make_shard_specs
+from hpcllm.optim.shard_spec import Groups, make_shard_specs
 from hpcllm.pipeline.actions import Placement
 
 LAYERS = 4
@@ -91,13 +91,9 @@ class Rank:
             {name: torch.nn.Parameter(values) for name, values in task.items()},
             dict.fromkeys(task, 1),
             shared,
-            BucketPlan(
-                bucket_bytes=[200, 5000, 10**6][(layout.dp + layout.tp) % 3],
-                codec="raw",
-                exact="norm,bias,embedding,positions",
-                algorithm="auto",
-                seed=0,
-                shard=layout.shard,
+            Config(
+                communication=CommunicationConfig(bucket_mib=[200, 5000, 10**6][(layout.dp + layout.tp) % 3] / 2**20),
+                optimizer=OptimizerConfig(shard=layout.shard),
             ),
             Groups(replicas, ends),
             TensorParallel(None, tp, layout.tp),

@@ -17,14 +17,14 @@ from hpcllm.codecs import find_codec
 from hpcllm.collectives import group_of, shared_zeros
 from hpcllm.collectives.worker import Worker
 from hpcllm.config.policies import is_exact
-from hpcllm.config.schema import MeshConfig, ModelConfig
+from hpcllm.config.schema import CommunicationConfig, Config, MeshConfig, ModelConfig, RunConfig
 from hpcllm.model.initialisation import build
 from hpcllm.model.loss import cross_entropy_sum
 from hpcllm.model.shapes import split_layers
 from hpcllm.mpi.mesh import open_mesh
-from hpcllm.optim.buckets import GradientBuckets, make_buckets
+from hpcllm.optim.buckets import GradientBuckets
 from hpcllm.optim.gradient_reduce import GradientReduce
-from hpcllm.optim.shard_spec import BucketPlan, Groups, make_shard_specs
+from hpcllm.optim.shard_spec import Groups, make_shard_specs
 
 MODEL = ModelConfig(layers=4, hidden=24, heads=3, ffn=40, vocabulary=61, max_sequence=12, tied=True)
 SIZES_BYTES = [1, 4096, 20_000, 1e9]  # a bucket a parameter, some parameters each, one bucket
@@ -69,11 +69,14 @@ def buckets_of(
 ) -> GradientBuckets:
     """additions: backward passes a step; memory: by default what the node shares."""
     shared = "embedding.weight" if mesh.ends.size > 1 else None
-    plan = BucketPlan(bucket_bytes=bucket_bytes, codec=codec, exact=exact, algorithm=algorithm, seed=5)
+    communication = CommunicationConfig(
+        gradients=codec, exact=exact, algorithm=algorithm, bucket_mib=bucket_bytes / 2**20
+    )
+    config = Config(run=RunConfig(seed=5), communication=communication)
     groups, parameters = Groups(group_of(mesh.dp), group_of(mesh.ends)), dict(model.named_parameters())
     counts = dict.fromkeys(parameters, additions)
     memory = memory or (lambda n: shared_zeros(n, groups.replicas))
-    return make_buckets(make_shard_specs(parameters, counts, shared, plan, groups), parameters, Worker(), memory)
+    return GradientBuckets(make_shard_specs(parameters, counts, shared, config, groups), parameters, Worker(), memory)
 
 
 def loss_of(model, replica: int, microbatch: int) -> torch.Tensor:

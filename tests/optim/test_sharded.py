@@ -15,9 +15,9 @@ from mpi4py import MPI
 from hpcllm.collectives import chunk_range
 from hpcllm.config.schema import Config
 from hpcllm.errors import ConfigError
-from hpcllm.model.unshard_hooks import ENDS, unit_of
+from hpcllm.model.shapes import ENDS, unit_of
 from hpcllm.optim.flat_buffers import EXP_AVG, EXP_AVG_SQ, MASTER, MODEL, Piece
-from hpcllm.optim.zero3 import Zero3Weights
+from hpcllm.optim.weights import Zero3Weights
 from hpcllm.system.job import StopSignals
 from hpcllm.training.log import TRAFFIC
 from hpcllm.training.loop import train

@@ -47,7 +47,7 @@ from hpcllm.plan.resolve import layer_spans, recompute_levels
 from hpcllm.plan.run_config import config_of
 
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-ON_THEIR_WAY = 3  # gradient buffers at most, besides those that are being filled: optim/sharded_gradients.py
+ON_THEIR_WAY = 3  # gradient buffers at most, besides those that are being filled: optim/buckets.py
 N = TypeVar("N", int, float)
 SHARDS = ("none", "states", "states+gradients", "all")  # each shares what the one before does, and more
 

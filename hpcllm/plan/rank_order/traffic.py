@@ -103,7 +103,7 @@ def _gradient_bytes(config: Config, parameter: str) -> float:
 
 
 def _parameters(config: Config, sizes: dict[str, int]) -> float:
-    """Return the bytes of gathered weights: once a step; all sharded: block by block in each pass (optim/zero3.py)."""
+    """Return the bytes of gathered weights: once a step; all sharded: by block in each pass (optim/weights.py)."""
     shard, whole = config.optimizer.shard, sum(sizes.values())
     if shard == "none":
         return 0.0

@@ -1,4 +1,16 @@
-"""Weights that are sharded too: a unit's are gathered before its work and freed after it (ZeRO-3).
+"""Weights of the replicas: whole, gathered after each update (ZeRO-1, ZeRO-2), or while they are used (ZeRO-3).
+
+Every replica has them whole, and updates its share of each buffer:
+
+    update     each owner: own range            behind the next forward pass, in its order:
+    lossless   [ new | old | old ]  --all-gather of weights-->      [ new | new | new ]
+    lossy      master - weights     --all-gather of differences-->  every rank, the owner too: weights += decoded
+
+A lossy codec sends what the weights still lack, so an error of one step is part of the next difference and does not
+add up; everyone adds the same decoded bytes to the same weights, so replicas stay equal to the bit.
+Source: arXiv:2410.15526 section 3.1.
+
+ZeRO-3: weights are sharded too; a unit's are gathered before its work and freed after it.
 
     forward    before b0: gather b0, b1 --> work --> after b0: free     before b1: gather b2 --> work --> ...
     backward   before b2: gather b2, b1 --> work --> after b2: free     before b1: gather b0 --> work --> ...
@@ -8,7 +20,7 @@ tensor, but its memory is freed and taken again: the storage is resized to nothi
 norm and head, the unit "ends", stay from their first use in a step to its update; the last block stays at the turn from
 forward to backward, the first one from a backward pass to the next microbatch.
 
-A lossy codec codes the weights themselves here: nobody has the old ones to add a difference to. The owner's are exact,
+A lossy codec codes the weights themselves there: nobody has the old ones to add a difference to. The owner's are exact,
 so errors do not add up. Sources: arXiv:1910.02054 section 5.3; coded weights: arXiv:2306.10209 section 3.1.
 """
 
@@ -26,16 +38,118 @@ from torch.utils.dlpack import from_dlpack
 from hpcllm.codecs import find_codec
 from hpcllm.collectives import Group, allgather
 from hpcllm.collectives.worker import Worker
-from hpcllm.model.unshard_hooks import ENDS, UnshardHooks
+from hpcllm.model.shapes import ENDS, UnshardHooks, unit_of
 from hpcllm.optim.flat_buffers import Range
 from hpcllm.optim.shard_spec import Fill, ShardSpec
 
+Memory = Callable[[int, torch.dtype], Tensor]  # (n, dtype) -> (n,) of zeros
 
-class Zero3Weights:
-    """This rank's shards of the weights, and the units that are gathered now. See gathered_weights.Weights.
 
-    Is its own UnshardHooks.
+class Weights(UnshardHooks):
+    """The model's weights, of replicas that update everything themselves: nothing is gathered.
+
+    The decoders call them as hooks; subclasses share the update out. Numbers are those of flat buffers.
     """
+
+    exact = False  # true while they are sent without a codec
+    is_lossy = False  # what replicas hold is what a codec made of the weights
+
+    def __init__(self, specs: Sequence[ShardSpec], parameters: Mapping[str, nn.Parameter], fill: Fill) -> None:
+        self.specs, self.parameters = specs, parameters
+        for name, parameter in parameters.items():
+            fill(name, parameter.detach())
+
+    def owned(self, number: int, part: Range) -> Tensor:  # noqa: ARG002 -- a name says it all
+        """Memory of a range of buffer `number` that this rank owns."""
+        return self.parameters[part.name].detach().view(-1)[part.start : part.end]
+
+    def refresh(self, number: int, master: Tensor | None) -> None:
+        """Make use of an update of what this rank owns, in master (owned,) float32, or in place if that is None."""
+        if master is not None:
+            spec = self.specs[number]
+            for name, values in zip(spec.buffer.names, spec.views(master), strict=True):
+                self.parameters[name].detach().view(-1).copy_(values)
+
+    def settle(self) -> None:
+        """Return when no gather is under way. Raises what a gather raised."""
+
+    def restored(self) -> None:
+        """Make use of owned values that were read from a file. Collective over the replicas."""
+
+
+class GatheredWeights(Weights):
+    """Weights of replicas that own a range of each buffer; the rest is gathered while the next forward pass begins.
+
+    A unit's work waits for the buffers that it has parameters in.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ShardSpec],
+        parameters: Mapping[str, nn.Parameter],
+        fill: Fill,
+        codec: str,
+        replicas: Group,
+        worker: Worker,
+        memory: Memory,
+    ) -> None:
+        """The parameters become views of flat arrays. replicas: with messages of its own, for the worker's thread."""
+        self.specs, self.codec, self.replicas, self.worker = specs, codec, replicas, worker
+        dtype = next(iter(parameters.values())).dtype
+        self.is_lossy = not find_codec(codec, dtype).lossless
+        self.arrays = [spec.flatten(parameters, memory(spec.buffer.size, dtype), fill) for spec in specs]
+        self._units = [sorted({unit_of(name) for name in spec.buffer.names}) for spec in specs]
+        self._gathers: dict[str, list[Future[None]]] = {}  # by unit
+        longest = max((spec.buffer.size for spec in specs if not spec.buffer.traits.exact), default=0)
+        self._changes = self.arrays[0].new_empty(longest if self.is_lossy else 0, dtype=torch.float32)  # the worker's
+
+    def owned(self, number: int, part: Range) -> Tensor:
+        return self.arrays[number][part.place : part.place + part.end - part.start]
+
+    def refresh(self, number: int, master: Tensor | None) -> None:
+        coded = self.is_lossy and not (self.exact or self.specs[number].buffer.traits.exact)
+        if coded and master is not None:
+            future = self.worker.submit(partial(self._gather_changes, number, master))
+        else:
+            future = self.worker.submit(partial(self._gather, number, master, self.exact))
+        for unit in self._units[number]:
+            self._gathers.setdefault(unit, []).append(future)
+
+    def settle(self) -> None:
+        for unit in list(self._gathers):
+            self._wait(unit)
+
+    def restored(self) -> None:
+        for number in range(len(self.specs)):
+            self.worker.submit(partial(self._gather, number, None, True))
+        self.worker.finish()
+
+    def before_unit(self, unit: str, x: Tensor) -> Tensor:
+        self._wait(unit)
+        return x
+
+    def _wait(self, unit: str) -> None:
+        for future in self._gathers.pop(unit, ()):
+            self.worker.wait(future)
+
+    def _gather(self, number: int, master: Tensor | None, exact: bool) -> None:
+        array, spec = self.arrays[number], self.specs[number]
+        own = array[spec.start : spec.end]
+        if master is not None:
+            own.copy_(master)
+        allgather(own, self.replicas, "raw" if exact or self.is_lossy else self.codec, out=array)
+
+    def _gather_changes(self, number: int, master: Tensor) -> None:
+        array, spec = self.arrays[number], self.specs[number]
+        changes = self._changes[: spec.buffer.size]
+        own = changes[spec.start : spec.end]
+        torch.sub(master, array[spec.start : spec.end], out=own)
+        allgather(own, self.replicas, self.codec, out=changes)
+        array.add_(changes)
+
+
+class Zero3Weights(Weights):
+    """This rank's shards of the weights, and the units that are gathered now."""
 
     def __init__(
         self,
@@ -50,7 +164,6 @@ class Zero3Weights:
 
         replicas: a group with messages of its own, for the worker's thread.
         """
-        self.exact = False
         self.specs, self.codec, self.replicas, self.worker = specs, codec, replicas, worker
         self.arrays: list[Tensor] = []  # (buffer.size,) each, without memory while their unit is freed
         self.shards: list[Tensor] = []  # (owned,)
@@ -59,15 +172,11 @@ class Zero3Weights:
             self.arrays.append(array)
             self.shards.append(array[spec.start : spec.end].clone())
             array.untyped_storage().resize_(0)
-        self.is_lossy = any(not find_codec(codec, shard.dtype).lossless for shard in self.shards)
+        self._has_lossy_codec = any(not find_codec(codec, shard.dtype).lossless for shard in self.shards)
         units = [spec.buffer.traits.unit for spec in specs]
         self._members = {unit: [n for n, of in enumerate(units) if of == unit] for unit in units}
         self._order = [unit for unit in reversed(self._members) if unit != ENDS]  # blocks, in forward order
         self._gathered: dict[str, list[Future[None]]] = {}
-
-    @property
-    def unshard_hooks(self) -> UnshardHooks:
-        return self
 
     def owned(self, number: int, part: Range) -> Tensor:
         start = part.place - self.specs[number].start
@@ -146,7 +255,7 @@ class Zero3Weights:
         futures.clear()
 
     def _allgather(self, number: int, exact: bool) -> None:
-        raw = exact or (self.is_lossy and self.specs[number].buffer.traits.exact)
+        raw = exact or (self._has_lossy_codec and self.specs[number].buffer.traits.exact)
         array = self.arrays[number]
         if array.is_cpu:
             array = from_dlpack(array)  # NumPy, which collectives go through there, pins a storage's size

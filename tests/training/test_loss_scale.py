@@ -18,10 +18,10 @@ from hpcllm.checkpoint.folder import newest_first
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.config.schema import Config
 from hpcllm.errors import NonFiniteError
-from hpcllm.optim.loss_scale import LARGEST_SCALE, LossScale, make_loss_scale
 from hpcllm.system.device import torch_dtype
 from hpcllm.system.job import StopSignals
 from hpcllm.training import loop as train_module
+from hpcllm.training.step import LARGEST_SCALE, LossScale, make_loss_scale
 from tests.small_runs import losses, run_steps, tiny
 
 LEVELS = ["none", "states", "states+gradients", "all"]
