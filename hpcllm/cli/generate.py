@@ -7,6 +7,7 @@ tp x pp ranks  all make the text, rank 0 prints it
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -30,25 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Continue a prompt with a trained model; the text appears as it is made. In one process, or under mpirun or "
         "srun on as many ranks as --tp times --pp says, which share the model."
     )
-    parser.add_argument(
-        "checkpoint",
-        type=file_or_folder,
-        metavar="CHECKPOINT",
-        help="a checkpoint, a run folder, or a Hugging Face folder",
-    )
-    parser.add_argument("--prompt", required=True, help="the text to continue")
-    parser.add_argument("--tokens", type=int, default=200, help="at most so many new tokens (default: 200)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
-    parser.add_argument("--top-k", type=int, default=50, help="draw from the likeliest only; 0: from all (default: 50)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share each layer (default: 1)")
-    parser.add_argument("--pp", type=int, default=1, metavar="N", help="stages of layers (default: 1)")
-    parser.add_argument(
-        "--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="what to compute in (default: fp32)"
-    )
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one (default)"
-    )
+    add, words = parser.add_argument, "a checkpoint, a run folder, or a Hugging Face folder"
+    add("checkpoint", type=file_or_folder, metavar="CHECKPOINT", help=words)
+    add("--prompt", required=True, help="the text to continue")
+    add("--tokens", type=int, default=200, help="at most so many new tokens (default: 200)")
+    add("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
+    add("--top-k", type=int, default=50, help="draw from the likeliest only; 0: from all (default: 50)")
+    add("--seed", type=int, default=0, help="of the draws (default: 0)")
+    add("--tp", type=int, default=1, metavar="N", help="ranks that share each layer (default: 1)")
+    add("--pp", type=int, default=1, metavar="N", help="stages of layers (default: 1)")
+    words = "what to compute in (default: fp32)"
+    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help=words)
+    add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: a GPU if there is one (default)")
     add_json(parser, "print text and speed as JSON, at the end")
 
 
@@ -90,11 +84,9 @@ def _generate(arguments: argparse.Namespace, mesh: Mesh | None) -> None:
     prints = mesh is None or mesh.world.rank == 0
     if arguments.json:
         report = _report(arguments.prompt, pieces, loaded_s - start_s)
-        if prints:
-            print(json.dumps(report))
-        return
-    if prints:
-        print(arguments.prompt, end="", flush=True)
+        pieces = iter([json.dumps(report)])
+    else:
+        pieces = itertools.chain([arguments.prompt], pieces)
     for piece in pieces:
         if prints:
             print(piece, end="", flush=True)
@@ -110,11 +102,5 @@ def _report(prompt: str, pieces: Iterator[str], load_s: float) -> dict[str, Any]
     text = "".join(piece for piece, _ in timed)
     first_s, last_s = (timed[place][1] if tokens else None for place in (0, tokens - 1))
     rate = (tokens - 1) / (last_s - first_s) if first_s and last_s and tokens > 1 else None
-    return {
-        "prompt": prompt,
-        "text": text,
-        "tokens": tokens,
-        "load_s": load_s,
-        "first_token_s": first_s,
-        "tokens_per_s": rate,
-    }
+    report = {"prompt": prompt, "text": text, "tokens": tokens}
+    return report | {"load_s": load_s, "first_token_s": first_s, "tokens_per_s": rate}
