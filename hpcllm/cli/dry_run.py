@@ -59,10 +59,14 @@ def run(arguments: argparse.Namespace) -> int:
     def job(comm: MPI.Intracomm | None) -> int:
         from hpcllm.mpi.collective_errors import on_root
 
-        ranks = _ranks(arguments.ranks, comm)
-        return on_root(comm, lambda: _print(tried(arguments.run, arguments.overrides, ranks, arguments.restart)))
+        if comm and arguments.ranks not in (None, comm.size):
+            words = f"--ranks {arguments.ranks}, but {comm.size} ranks were launched"
+            raise MeshError(f"{words}; valid: {comm.size}, or leave it out")
+        ranks = comm.size if comm else arguments.ranks
+        return on_root(comm, lambda: _try(ranks))
 
-    def _print(trial: Trial) -> int:
+    def _try(ranks: int | None) -> int:
+        trial = tried(arguments.run, arguments.overrides, ranks, arguments.restart)
         print(json.dumps(as_dict(trial)) if arguments.json else "\n".join(lines(trial)), flush=True)
         return 0
 
@@ -89,12 +93,6 @@ def tried(path: Path, overrides: list[str], ranks: int | None = None, restart: b
     newest = None if restart else _newest(folder, config, store)
     largest = max((predict(config, schedule, stage) for stage in range(config.mesh.pp)), key=lambda rank: rank.total)
     return Trial(resolved, tokens, newest, largest, *_step(config, schedule))
-
-
-def _ranks(requested: int | None, comm: MPI.Intracomm | None) -> int | None:
-    if comm is None or requested in (None, comm.size):
-        return requested if comm is None else comm.size
-    raise MeshError(f"--ranks {requested}, but {comm.size} ranks were launched; valid: {comm.size}, or leave it out")
 
 
 def _newest(folder: Path, config: Config, store: TokenStore | None) -> Path | None:
@@ -145,17 +143,21 @@ def as_dict(trial: Trial) -> dict[str, Any]:
 
 def lines(trial: Trial) -> list[str]:
     """Lines of the answer for people."""
-    config = trial.resolved.config
-    mesh, pipeline = config.mesh, config.pipeline
+    config, resolved, largest = trial.resolved.config, trial.resolved, trial.largest
+    mesh, pipeline, run = config.mesh, config.pipeline, config.run
     size = config.data.global_batch // mesh.dp // pipeline.microbatches
+    begins = f"begins at step 0 of {run.steps} in {Path(run.folder) / run.name}"
+    folder = f"goes on from {trial.newest}, up to step {run.steps}" if trial.newest else begins
+    device, host = size_text(largest.total - largest.checkpoint), size_text(largest.checkpoint)
     return [
-        f"would train {config.run.name}: {parameter_count(config.model):,} parameters in {config.precision.compute} on "
-        f"{trial.resolved.ranks} ranks, dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, shard {config.optimizer.shard!r}",
-        f"  schedule    {trial.resolved.schedule.name}, proved: {pipeline.microbatches} microbatches of {size} "
-        f"sample{'s' * (size > 1)}, bubble {trial.resolved.bubble:.0%}, recompute {pipeline.recompute!r}",
+        f"would train {run.name}: {parameter_count(config.model):,} parameters in {config.precision.compute} on "
+        f"{resolved.ranks} ranks, dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, shard {config.optimizer.shard!r}",
+        f"  schedule    {resolved.schedule.name}, proved: {pipeline.microbatches} microbatches of {size} "
+        f"sample{'s' * (size > 1)}, bubble {resolved.bubble:.0%}, recompute {pipeline.recompute!r}",
         f"  data        {_data(trial)}",
-        f"  folder      {_folder(trial)}",
-        f"  memory      {_memory(trial.largest)}",
+        f"  folder      {folder}",
+        f"  memory      {device} of tensors on the largest rank, and {host} of the host's for writing checkpoints "
+        "(predicted)",
         f"  step        {_time(trial)}",
         "accepted; nothing was started or written. Devices, network and disks of an allocation: `preflight` in the job",
     ]
@@ -171,29 +173,12 @@ def _data(trial: Trial) -> str:
     return f"{data.store}: {trial.tokens:,} tokens, {step:,} a step, {read}"
 
 
-def _memory(largest: RankMemory) -> str:
-    step, host = size_text(largest.total - largest.checkpoint), size_text(largest.checkpoint)
-    return f"{step} of tensors on the largest rank, and {host} of the host's for writing checkpoints (predicted)"
-
-
-def _folder(trial: Trial) -> str:
-    run = trial.resolved.config.run
-    folder = Path(run.folder) / run.name
-    if trial.newest:
-        return f"goes on from {trial.newest}, up to step {run.steps}"
-    return f"begins at step 0 of {run.steps} in {folder}"
-
-
 def _time(trial: Trial) -> str:
     step = trial.step
     if step is None:
         return f"not predicted: {trial.unknown}"
-    short = (
-        ""
-        if step.fits
-        else "; NOT ENOUGH MEMORY on a device of it (predicted): `plan --layout` says what holds how much"
-    )
+    short = "; NOT ENOUGH MEMORY on a device of it (predicted): `plan --layout` says what holds how much"
     return (
         f"{step.iteration_time_s:.3g} s on {step.machine.name}, {step.tokens_per_s:,.0f} tokens/s, "
-        f"MFU {step.mfu:.1%} (predicted){short}"
+        f"MFU {step.mfu:.1%} (predicted){'' if step.fits else short}"
     )

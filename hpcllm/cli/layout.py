@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,33 +49,23 @@ class Answer:
     given: Candidate
     best: Candidate
     option: str  # value of srun --distribution that does as well as the best; empty: none
+    ranks: list[int]  # rank in each slot, in the best order
 
     @property
     def shape(self) -> Triple:
         mesh = self.config.mesh
         return mesh.dp, mesh.pp, mesh.tp
 
-    @property
-    def is_better(self) -> bool:
-        return self.best.cost < self.given.cost
-
     def crossing(self, found: Candidate) -> tuple[dict[str, float], dict[str, float]]:
         """Return kind -> bytes between nodes, and kind -> bytes between packages of one node."""
-        node_homes, package_homes = (
-            homes(found.places, h, self.shape) for h in (self.slots.nodes, self.slots.packages)
-        )
-        nodes, packages = self.traffic.crossing(node_homes), self.traffic.crossing(package_homes)
+        where = (homes(found.places, each, self.shape) for each in (self.slots.nodes, self.slots.packages))
+        nodes, packages = map(self.traffic.crossing, where)
         return nodes, {kind: packages[kind] - nodes[kind] for kind in nodes}
 
     @property
     def everything(self) -> dict[str, float]:
         """Kind of traffic -> bytes that travel between ranks at all."""
         return self.traffic.crossing(np.arange(self.slots.ranks).reshape(self.shape))
-
-    @property
-    def ranks(self) -> list[int]:
-        """Rank in each slot, in the best order."""
-        return rank_list(self.best.places, self.shape, self.config.mesh.order)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,50 +78,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_ranks(parser)
     parser.add_argument("--ranks-per-node", type=int, metavar="K", help="default: the devices of run.machine's nodes")
     parser.add_argument("--ranks-per-package", type=int, metavar="P", help="default: of run.machine, or 1")
-    parser.add_argument(
-        "--reorder",
-        nargs="?",
-        const="MPICH_RANK_ORDER",
-        metavar="FILE",
-        help="write the better order as Cray MPICH reads it (default: MPICH_RANK_ORDER)",
-    )
+    words, usual = "write the better order as Cray MPICH reads it (default: MPICH_RANK_ORDER)", "MPICH_RANK_ORDER"
+    parser.add_argument("--reorder", nargs="?", const=usual, type=Path, metavar="FILE", help=words)
     add_json(parser, "print as JSON, sizes in bytes")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the answer, and write the rank order file if requested. Raises UserError."""
-    answer = _answer(arguments)
-    path = None if arguments.reorder is None else Path(arguments.reorder)
-    if path:
-        about = [
-            f"hpcllm layout: {_headline(answer)}",
-            f"{_share(answer, answer.best)}; as it is: {_share(answer, answer.given)}",
-        ]
-        write_rank_order_file(path, answer.ranks, answer.slots.per_node, about)
-    print(json.dumps(_facts(answer)) if arguments.json else "\n".join(_lines(answer, path)))
-    return 0
-
-
-def _answer(arguments: argparse.Namespace) -> Answer:
     resolved = resolve(read_run(arguments.run, arguments.overrides), arguments.ranks)
-    config, schedule = resolved.config, resolved.schedule
-    mesh = config.mesh
-    shape = (mesh.dp, mesh.pp, mesh.tp)
-    slots = _slots(arguments, config, mesh.dp * mesh.pp * mesh.tp)
-    traffic = step_traffic(config, schedule.placement)
+    config, mesh = resolved.config, resolved.config.mesh
+    shape, slots = (mesh.dp, mesh.pp, mesh.tp), _slots(arguments, config, resolved.ranks)
+    traffic = step_traffic(config, resolved.schedule.placement)
     given, best = (find(traffic, slots, shape, mesh.order) for find in (given_order, best_order))
     option = srun_distribution(traffic, slots, shape, mesh.order, best.cost)
-    return Answer(config, traffic, slots, given, best, option)
+    answer = Answer(config, traffic, slots, given, best, option, rank_list(best.places, shape, mesh.order))
+    if arguments.reorder:
+        shares = f"{_share(answer, best)}; as it is: {_share(answer, given)}"
+        about = [f"hpcllm layout: {_headline(answer)}", shares]
+        write_rank_order_file(arguments.reorder, answer.ranks, slots.per_node, about)
+    print(json.dumps(_facts(answer)) if arguments.json else "\n".join(_lines(answer, arguments.reorder)))
+    return 0
 
 
 def _slots(arguments: argparse.Namespace, config: Config, ranks: int) -> Slots:
     """Return the slots that the options say, else those of run.machine. Raises ConfigError."""
     device = machines.load(config.run.machine).get("device", {}) if config.run.machine else {}
-    requested = arguments.ranks_per_node, arguments.ranks_per_package
-    known = device.get("per_node"), device.get("per_package", 1)
-    per_node, per_package = (
-        of_machine if given is None else given for given, of_machine in zip(requested, known, strict=True)
-    )
+    per_node, per_package = arguments.ranks_per_node, arguments.ranks_per_package
+    per_node = device.get("per_node") if per_node is None else per_node
+    per_package = device.get("per_package", 1) if per_package is None else per_package
     if per_node is None:
         raise ConfigError("how many ranks are on a node? Give --ranks-per-node, or a run.machine with devices")
     if per_node < 1 or per_package < 1 or per_node % per_package:
@@ -145,8 +118,11 @@ def _slots(arguments: argparse.Namespace, config: Config, ranks: int) -> Slots:
 
 def _facts(answer: Answer) -> dict[str, Any]:
     """Return {"ranks", "mesh", "order", "ranks_per_node", "traffic": {kind: {...}}, "given", "best": {...}}."""
-    (nodes, packages), everything = answer.crossing(answer.given), answer.everything
-    best = answer.crossing(answer.best)
+    (nodes, packages), (best_nodes, best_packages) = answer.crossing(answer.given), answer.crossing(answer.best)
+
+    def between(nodes: float, packages: float) -> dict[str, float]:
+        return {"between_nodes_bytes": nodes, "between_packages_bytes": packages}
+
     return {
         "ranks": answer.slots.ranks,
         "mesh": dict(zip(AXES, answer.shape, strict=True)),
@@ -154,24 +130,18 @@ def _facts(answer: Answer) -> dict[str, Any]:
         "ranks_per_node": answer.slots.per_node,
         "ranks_per_package": answer.slots.per_package,
         "traffic": {
-            kind: {"bytes": size, "between_nodes_bytes": nodes[kind], "between_packages_bytes": packages[kind]}
-            for kind, size in everything.items()
+            kind: {"bytes": size} | between(nodes[kind], packages[kind]) for kind, size in answer.everything.items()
         },
-        "given": {"between_nodes_bytes": sum(nodes.values()), "between_packages_bytes": sum(packages.values())},
-        "best": {
-            "between_nodes_bytes": sum(best[0].values()),
-            "between_packages_bytes": sum(best[1].values()),
-            "order": answer.best.order or None,
-            "distribution": answer.option or None,
-            "rank_order": answer.ranks,
-        },
+        "given": between(sum(nodes.values()), sum(packages.values())),
+        "best": between(sum(best_nodes.values()), sum(best_packages.values()))
+        | {"order": answer.best.order or None, "distribution": answer.option or None, "rank_order": answer.ranks},
     }
 
 
 def _lines(answer: Answer, written: Path | None) -> list[str]:
     lines = [_headline(answer), "", *_drawing(answer), "", *_table(answer), ""]
     lines += _wide_tp(answer)
-    if not answer.is_better:
+    if not answer.best.cost < answer.given.cost:
         lines.append(f"no better order was found than {answer.config.mesh.order!r}: {_share(answer, answer.given)}")
     else:
         lines += [f"as it is:       {_share(answer, answer.given)}", f"a better order: {_share(answer, answer.best)}"]
@@ -199,15 +169,10 @@ def _drawing(answer: Answer) -> list[str]:
     for node, start in enumerate(range(0, slots.ranks, slots.per_node)[:MOST_NODES_SHOWN]):
         ranks = range(start, min(start + slots.per_node, slots.ranks))
         places = [coordinates(rank, sizes, answer.config.mesh.order) for rank in ranks]
-        holds = [_range(place[axis] for place in places) for axis in AXES]
+        holds = [name_ranks(place[axis] for place in places).split(" ", 1)[1] for axis in AXES]  # '0-3'
         rows.append([f"node {node}", _ranks(ranks, slots.per_package), *holds])
     more = int(slots.nodes[-1]) + 1 - len(rows)
     return table(["", "ranks", "dp", "stage", "tp"], rows, indent="") + ([f"and {more} more nodes"] if more else [])
-
-
-def _range(numbers: Iterable[int]) -> str:
-    """Write '0-3' for places on an axis."""
-    return name_ranks(numbers).split(" ", 1)[1]
 
 
 def _ranks(ranks: range, per_package: int) -> str:
@@ -219,14 +184,13 @@ def _ranks(ranks: range, per_package: int) -> str:
 
 def _table(answer: Answer) -> list[str]:
     """Write the bytes a step of each kind of traffic that there is."""
-    (nodes, packages), everything = answer.crossing(answer.given), answer.everything
-    kinds = [kind for kind, size in everything.items() if size]
-    rows = [[kind, *(size_text(of[kind]) for of in (everything, nodes, packages))] for kind in kinds]
-    rows.append(["all", *(size_text(sum(of.values())) for of in (everything, nodes, packages))])
-    head = ["a step of all ranks", "bytes", "between nodes", "between packages"]
-    if answer.slots.per_package == 1:
-        head, rows = head[:-1], [row[:-1] for row in rows]
-    return table(head, rows, indent="")
+    everything, nodes, packages = answer.everything, *answer.crossing(answer.given)
+    columns = {"bytes": everything, "between nodes": nodes}
+    if answer.slots.per_package > 1:
+        columns["between packages"] = packages
+    rows = [[kind, *(size_text(of[kind]) for of in columns.values())] for kind, size in everything.items() if size]
+    rows.append(["all", *(size_text(sum(of.values())) for of in columns.values())])
+    return table(["a step of all ranks", *columns], rows, indent="")
 
 
 def _share(answer: Answer, found: Candidate) -> str:

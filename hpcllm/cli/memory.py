@@ -43,10 +43,6 @@ class Row:
     ranks: list[int]
     memory: RankMemory
 
-    @property
-    def name(self) -> str:
-        return f"stage {self.stage} ({name_ranks(self.ranks, 3)})"
-
     def share(self, part: str) -> float:
         size: int = getattr(self.memory, part)
         return size / self.memory.total
@@ -66,8 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table. Raises UserError."""
     resolved = resolve(read_run(arguments.run, arguments.overrides), arguments.ranks)
-    config, schedule = resolved.config, resolved.schedule
-    rows = list(_rows(config, schedule))
+    config, rows = resolved.config, list(_rows(resolved.config, resolved.schedule))
     print(json.dumps(_facts(config, rows)) if arguments.json else "\n".join(_lines(config, rows)))
     return 0
 
@@ -123,13 +118,12 @@ def _lines(config: Config, rows: list[Row]) -> list[str]:
 
 def _cells(rows: list[Row]) -> Iterator[list[str]]:
     """Yield a line for the ranks of a stage that are alike in the digits that are shown."""
-    alike: dict[tuple[str, ...], Row] = {}
+    alike: dict[tuple[int, tuple[str, ...]], list[int]] = {}
     for row in rows:
-        shown = (str(row.stage), *(size_text(getattr(row.memory, part)) for part in (*PARTS, "total")))
-        ranks = alike[shown].ranks if shown in alike else []
-        alike[shown] = Row(row.stage, sorted([*ranks, *row.ranks]), row.memory)
-    for shown, row in alike.items():
-        yield [row.name, *shown[1:]]
+        shown = tuple(size_text(getattr(row.memory, part)) for part in (*PARTS, "total"))
+        alike.setdefault((row.stage, shown), []).extend(row.ranks)
+    for (stage, shown), ranks in alike.items():
+        yield [f"stage {stage} ({name_ranks(sorted(ranks), 3)})", *shown]
 
 
 def _largest(rows: list[Row]) -> Row:
