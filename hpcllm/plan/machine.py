@@ -126,7 +126,12 @@ def _machine(file: dict[str, Any]) -> Machine:
     parts = {title: _table(title, file.get(title, {})) for title in PARTS}
     if "peak_bf16_tflops" not in parts["device"] and "peak_fp16_tflops" in parts["device"]:
         parts["device"].update(has_bf16=False, peak_bf16_tflops=parts["device"]["peak_fp16_tflops"])
-    assumed = tuple(_fill(parts))
+    assumed = []
+    for title, key, value in _usual(parts):
+        if key not in parts[title]:
+            parts[title][key] = value
+            if key != "package_gb_s" or parts["device"].get("per_package", 1) > 1:
+                assumed.append(f"{title}.{key} = {value:.4g}")
     device, links, fabric, power = (_made(title, parts[title]) for title in PARTS)
     if "kernels" in file:
         device = dataclasses.replace(device, measured=read_measured_kernels(file["kernels"]))
@@ -138,17 +143,8 @@ def _machine(file: dict[str, Any]) -> Machine:
         power=power,
         nodes=int(_number(file, "nodes")) if "nodes" in file else 0,
         tuning=from_tables(file["tuning"]) if "tuning" in file else None,
-        assumed=assumed,
+        assumed=tuple(assumed),
     )
-
-
-def _fill(tables: Tables) -> Iterator[str]:
-    """Fill usual values into `tables` where keys are missing; yield what was filled in."""
-    for title, key, value in _usual(tables):
-        if key not in tables[title]:
-            tables[title][key] = value
-            if key != "package_gb_s" or tables["device"].get("per_package", 1) > 1:
-                yield f"{title}.{key} = {value:.4g}"
 
 
 def _usual(tables: Tables) -> Iterator[tuple[str, str, float]]:
@@ -177,10 +173,8 @@ def _usual(tables: Tables) -> Iterator[tuple[str, str, float]]:
 def _table(title: str, table: Any) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ConfigError(f"{title} = {table!r} should be a table")
-    valid = [
-        *(field.name for field in dataclasses.fields(PARTS[title]) if field.name not in DERIVED),
-        *FOR_OTHERS[title],
-    ]
+    own = (field.name for field in dataclasses.fields(PARTS[title]) if field.name not in DERIVED)
+    valid = [*own, *FOR_OTHERS[title]]
     for key in table:
         if key not in valid:
             raise ConfigError(f"{title} has no key {key!r}; {nearest(key, valid)}")

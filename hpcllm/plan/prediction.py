@@ -27,6 +27,7 @@ from hpcllm.plan.models import (
     held_parameters,
     homes_of,
     kind_of,
+    kinds_of,
     placement_of,
     read_model,
     stage_spans,
@@ -68,11 +69,6 @@ class Prediction:
     @property
     def largest(self) -> StageMemory:
         return max(self.memory, key=lambda stage: stage.device_bytes)
-
-    @property
-    def memory_gb_per_stage(self) -> tuple[dict[str, float], ...]:
-        """Memory of each pipeline rank: between two steps, at its peak in one, and more; GB of 1e9 bytes."""
-        return tuple(stage.as_gb() for stage in self.memory)
 
     @property
     def tokens_per_s(self) -> float:
@@ -117,7 +113,6 @@ class StepCache:
     """Times shared by steps whose layouts differ in schedule, chunks and shard; halved schedules have their own."""
 
     passes: dict[StageKind, Passes] = field(default_factory=dict)
-    times: dict[tuple[StageKind, float, float], StageTimes] = field(default_factory=dict)
     messages: dict[tuple[int, int], float] = field(default_factory=dict)  # seconds from one pipeline rank to another
     ways: dict[Way, float] = field(default_factory=dict)  # seconds by path
 
@@ -164,17 +159,11 @@ class Step:
     def times(self) -> list[StageTimes]:
         """Times of each virtual stage, with the messages between stages."""
         homes = homes_of(self.placement)
-        around = zip(self.spans, homes, (*homes[1:], homes[-1]), (homes[0], *homes[:-1]), strict=True)
+        around = zip(self.passes, homes, (*homes[1:], homes[-1]), (homes[0], *homes[:-1]), strict=True)
         return [
-            self._times(span, self._message_s(here, after), self._message_s(here, before))
-            for span, here, after, before in around
+            _times(one, self._message_s(here, after), self._message_s(here, before))
+            for one, here, after, before in around
         ]
-
-    def _times(self, span: StageSpan, send_forward_s: float, send_backward_s: float) -> StageTimes:
-        key, cache = (kind_of(span), send_forward_s, send_backward_s), self.cache.times
-        if key not in cache:
-            cache[key] = _times(self.passes_of(span), send_forward_s, send_backward_s)
-        return cache[key]
 
     @cached_property
     def ranks(self) -> list[RankTimes]:
@@ -182,9 +171,9 @@ class Step:
         found: dict[tuple[StageKind, ...], RankTimes] = {}
         every = []
         for rank in range(self.layout.pp):
-            stages = [self.placement.stage(rank, chunk) for chunk in range(self.placement.chunks)]
-            kinds = tuple(kind_of(self.spans[stage]) for stage in stages)
+            kinds = kinds_of(self.spans, self.placement, rank)
             if kinds not in found:
+                stages = (self.placement.stage(rank, chunk) for chunk in range(self.placement.chunks))
                 found[kinds] = self._rank(kinds, [self.passes[stage] for stage in stages])
             every.append(found[kinds])
         return every
@@ -195,9 +184,28 @@ class Step:
 
     def predict(self) -> Prediction:
         """Run the schedule without messages and with them."""
-        without = self._run([_times(one, 0.0, 0.0) for one in self.passes])
-        with_messages = self._run(self.times)
-        return self._prediction(without, with_messages)
+        without, with_messages = self._run([_times(one, 0.0, 0.0) for one in self.passes]), self._run(self.times)
+        ends = [rank.step_s(end_s) for end_s, rank in zip(with_messages.end_s, self.ranks, strict=True)]
+        last = max(range(len(ends)), key=ends.__getitem__)
+        rank, end_s = self.ranks[last], with_messages.end_s[last]
+        idle_s, hidden_s = without.end_s[last] - rank.compute_s - rank.tp_s, rank.hidden_s(end_s)
+        return Prediction(
+            machine=self.machine,
+            model=self.model,
+            layout=self.layout,
+            global_batch=self.global_batch,
+            iteration_time_s=ends[last],
+            compute_s=rank.compute_s,
+            tp_s=rank.tp_s,
+            pp_s=max(0.0, end_s - without.end_s[last]),
+            bubble_s=idle_s if idle_s > ROUNDING * ends[last] else 0.0,
+            dp_exposed_s=rank.exchanged_s - hidden_s,
+            dp_hidden_s=hidden_s,
+            optimizer_s=rank.optimizer_s,
+            memory=self.memory,
+            hardware_flops=hardware_flops(self.model, self.layout) * self.global_batch * self.model.sequence,
+            slowest=last,
+        )
 
     def _run(self, times: list[StageTimes]) -> Finish:
         layout = self.layout
@@ -206,16 +214,12 @@ class Step:
     def _message_s(self, source: int, target: int) -> float:
         """Return the seconds of a message of hidden states, or their gradients, between two pipeline ranks."""
         messages, ways = self.cache.messages, self.cache.ways
-        if (source, target) in messages:
-            return messages[source, target]
-        taken_s = 0.0
-        if source != target:
+        if (source, target) not in messages:
             path = self.network.way(source, target)
-            if path not in ways:
+            if source != target and path not in ways:
                 ways[path] = self.network.message_s(message_bytes(self.model, self.layout), source, target)
-            taken_s = ways[path]
-        messages[source, target] = taken_s
-        return taken_s
+            messages[source, target] = ways[path] if source != target else 0.0
+        return messages[source, target]
 
     def _rank(self, kinds: tuple[StageKind, ...], mine: list[Passes]) -> RankTimes:
         layout, microbatches = self.layout, self.microbatches
@@ -230,29 +234,6 @@ class Step:
         held = updated if layout.shard == "all" else parameters
         optimizing_s = optimizer_s(held, updated, layout, self.machine)
         return RankTimes(compute_s, tp_s, exchanged_s, hideable_s(done, forward_s, backward_s), optimizing_s)
-
-    def _prediction(self, without: Finish, with_messages: Finish) -> Prediction:
-        ends = [rank.step_s(end_s) for end_s, rank in zip(with_messages.end_s, self.ranks, strict=True)]
-        last = max(range(len(ends)), key=ends.__getitem__)
-        rank = self.ranks[last]
-        idle_s = without.end_s[last] - rank.compute_s - rank.tp_s
-        return Prediction(
-            machine=self.machine,
-            model=self.model,
-            layout=self.layout,
-            global_batch=self.global_batch,
-            iteration_time_s=ends[last],
-            compute_s=rank.compute_s,
-            tp_s=rank.tp_s,
-            pp_s=max(0.0, with_messages.end_s[last] - without.end_s[last]),
-            bubble_s=idle_s if idle_s > ROUNDING * ends[last] else 0.0,
-            dp_exposed_s=rank.exchanged_s - rank.hidden_s(with_messages.end_s[last]),
-            dp_hidden_s=rank.hidden_s(with_messages.end_s[last]),
-            optimizer_s=rank.optimizer_s,
-            memory=self.memory,
-            hardware_flops=hardware_flops(self.model, self.layout) * self.global_batch * self.model.sequence,
-            slowest=last,
-        )
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ def as_dict(found: Prediction, tokens: float | None) -> dict[str, Any]:
     layout, cost = found.layout, training_cost(found, tokens)
     return {
         **{key: getattr(found, key) for key in (*TIMES, *RATES)},
-        "memory_gb_per_stage": list(found.memory_gb_per_stage),
+        "memory_gb_per_stage": [stage.as_gb() for stage in found.memory],
         "memory_gb_usable": found.machine.device.usable_bytes / 1e9,
         "fits": found.fits,
         "tokens": cost.tokens,

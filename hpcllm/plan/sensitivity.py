@@ -8,12 +8,10 @@ The gain is therefore a lower bound: a search of everything may find more. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hpcllm.plan.layout_search import Search, search
-from hpcllm.plan.layout_space import Constraints
-from hpcllm.plan.layouts import Layout
 from hpcllm.plan.machine import Machine
 from hpcllm.plan.prediction import Prediction, predict
 
@@ -43,7 +41,8 @@ class Point:
 def sensitivity(found: Search) -> tuple[Change, ...]:
     """Predict changes of the machine of a search that found something; one that lets nothing fit is left out."""
     more = _near(found, 2 * found.devices, found.global_batch, found.machine)
-    roomier = _near(found, found.devices, found.global_batch, _with_memory(found.machine))
+    memory = _doubled(found.machine, "device", ("memory_gb", "usable_memory_gib"))
+    roomier = _near(found, found.devices, found.global_batch, memory)
     changes = [("twice the devices", more), ("twice the memory a device", roomier)]
     changes += [(words, _best_of(found, machine)) for words, machine in _faster(found.machine)]
     best_s = found.best[0].iteration_time_s
@@ -72,21 +71,17 @@ def _counts(devices: int, least: int) -> list[int]:
 
 
 def _near(found: Search, devices: int, global_batch: int, machine: Machine) -> Prediction | None:
-    limits = _like(found.constraints, found.best[0].layout)
-    best = search(machine, found.model, devices, global_batch, top=1, constraints=limits).best
-    return best[0] if best else None
-
-
-def _like(constraints: Constraints, layout: Layout) -> Constraints:
-    """Limit a search to layouts not far from this one."""
-    tensor = {tp for tp in (layout.tp // 2, layout.tp, 2 * layout.tp) if tp}
-    return constraints.with_values(
-        tp=sorted(tensor),
+    """Search among layouts not far from the best one."""
+    layout = found.best[0].layout
+    limits = found.constraints.with_values(
+        tp=[tp for tp in (layout.tp // 2, layout.tp, 2 * layout.tp) if tp],
         precision=[layout.precision],
         policy=[layout.policy],
         sequence_parallel=[layout.sequence_parallel] if layout.tp > 1 else [True, False],
         schedule=sorted({layout.schedule, "1f1b", "interleaved"}),
     )
+    best = search(machine, found.model, devices, global_batch, top=1, constraints=limits).best
+    return best[0] if best else None
 
 
 def _best_of(found: Search, machine: Machine) -> Prediction:
@@ -94,28 +89,19 @@ def _best_of(found: Search, machine: Machine) -> Prediction:
     return min(rows, key=lambda row: row.iteration_time_s)
 
 
-def _faster(machine: Machine) -> Iterator[tuple[str, Machine]]:
-    """Yield machines with one faster part; parts whose times were measured as they are cannot be changed."""
-    device, links, fabric = machine.device, machine.links, machine.fabric
+def _faster(machine: Machine) -> list[tuple[str, Machine]]:
+    """List machines with one faster part; parts whose times were measured as they are cannot be changed."""
+    changes: list[tuple[str, str, tuple[str, ...]]] = []
     if machine.tuning is None:
-        yield (
-            "links between nodes twice as fast",
-            replace(machine, fabric=replace(fabric, nic_gb_s=2 * fabric.nic_gb_s)),
-        )
-        twice = {
-            key: 2 * getattr(links, key) for key in ("pair_gb_s", "package_gb_s", "device_gb_s", "collective_gb_s")
-        }
-        yield "links inside a node twice as fast", replace(machine, links=replace(links, **twice))
-    if device.measured is None:
-        peak, reached = 2 * device.peak_bf16_tflops, 2 * device.gemm_bf16_tflops
-        yield (
-            "twice the FLOP/s a device",
-            replace(machine, device=replace(device, peak_bf16_tflops=peak, gemm_bf16_tflops=reached)),
-        )
-        yield "memory twice as fast", replace(machine, device=replace(device, hbm_gb_s=2 * device.hbm_gb_s))
+        changes.append(("links between nodes twice as fast", "fabric", ("nic_gb_s",)))
+        links = ("pair_gb_s", "package_gb_s", "device_gb_s", "collective_gb_s")
+        changes.append(("links inside a node twice as fast", "links", links))
+    if machine.device.measured is None:
+        changes.append(("twice the FLOP/s a device", "device", ("peak_bf16_tflops", "gemm_bf16_tflops")))
+        changes.append(("memory twice as fast", "device", ("hbm_gb_s",)))
+    return [(words, _doubled(machine, part, keys)) for words, part, keys in changes]
 
 
-def _with_memory(machine: Machine) -> Machine:
-    device = machine.device
-    more = replace(device, memory_gb=2 * device.memory_gb, usable_memory_gib=2 * device.usable_memory_gib)
-    return replace(machine, device=more)
+def _doubled(machine: Machine, part: str, keys: Sequence[str]) -> Machine:
+    old = getattr(machine, part)
+    return replace(machine, **{part: replace(old, **{key: 2 * getattr(old, key) for key in keys})})
