@@ -49,7 +49,6 @@ COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
 }
 RELATIONS = ("<=", ">=", "!=", "<", ">", "=")
-FORM = "tp<=8,pp=4,recompute=none|selective"
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,8 @@ def _parsed(part: str) -> Constraint:
     relation = next((each for each in RELATIONS if each in part), "")
     key, _, words = part.partition(relation) if relation else (part, "", "")
     if not (key.strip() and words.strip()):
-        raise ConfigError(f"--constraints: {part!r} should read key=value or key<=number, for example {FORM}")
+        form = "key=value or key<=number, for example tp<=8,pp=4,recompute=none|selective"
+        raise ConfigError(f"--constraints: {part!r} should read {form}")
     values = [parse_pairs("constraints", f"{key.strip()}={word}")[key.strip()] for word in words.split("|")]
     return Constraint(key.strip(), relation, tuple(values))
 
@@ -129,9 +129,12 @@ class Space:
 
     def shapes(self, fewer: bool = False) -> Iterator[Layout]:
         """Yield tp, pp, dp and micro_batch. fewer: of less devices than all."""
-        meshes = self._meshes_of_fewer() if fewer else self._meshes()
-        for tp, pp, dp in meshes:
-            yield from self._cut(Layout(tp=tp, pp=pp, dp=dp))
+        for tp, pp, dp in self._meshes_of_fewer() if fewer else self._meshes():
+            samples = self.global_batch // dp
+            usual = [n for n in range(1, min(samples, MOST_SAMPLES) + 1) if samples % n == 0]
+            for micro_batch in self.constraints.choices("micro_batch", usual):
+                if samples % micro_batch == 0 and samples // micro_batch * pp <= MOST_PASSES:
+                    yield Layout(tp=tp, pp=pp, dp=dp, micro_batch=micro_batch)
 
     def flavours(self, shape: Layout) -> Iterator[Layout]:
         """Yield the shape with all that decides how long passes and messages take."""
@@ -149,14 +152,16 @@ class Space:
         orders = ["tp,dp,pp"]
         if shape.dp > 1 and shape.pp > 1 and shape.tp < self.machine.device.per_node < shape.devices:
             orders.append("tp,pp,dp")
+        device = self.machine.device
+        precision = "fp32" if device.family == "cpu" else "bf16" if device.has_bf16 else "fp16"
         usual: dict[str, list[Any]] = {
-            "precision": [self._precision],
+            "precision": [precision],
             "sequence_parallel": [True, False] if is_cut else [False],
             "policy": ["none", "hpcllm"] if shape.devices > 1 else ["none"],
             "order": orders,
         }
         chosen = {key: self.constraints.choices(key, values) for key, values in usual.items()}
-        return {**chosen, "recompute": self.recompute[:1]}
+        return chosen | {"recompute": self.recompute[:1]}
 
     def shards(self, shape: Layout) -> list[Shard]:
         """List what replicas may share, from the least to the most."""
@@ -169,7 +174,9 @@ class Space:
     def schedules(self, shape: Layout) -> Iterator[tuple[Schedule, int]]:
         """Yield schedules with chunks; interleaved only if microbatches fill the pipeline: else it waits like 1f1b."""
         microbatches, layers = shape.microbatches(self.global_batch), self.model.shape.layers
-        for schedule in self.constraints.choices("schedule", self._names(shape)):
+        names = ["1f1b"] if shape.pp == 1 else ["1f1b", "zb-h1", "zb-v", "gpipe"]
+        names += ["interleaved"] if 1 < shape.pp <= microbatches else []
+        for schedule in self.constraints.choices("schedule", names):
             usual = {"zb-v": (2,), "interleaved": CHUNKS}.get(schedule, (1,))
             for chunks in self.constraints.choices("chunks", usual):
                 fits = shape.pp * chunks <= layers and shape.pp * chunks * microbatches <= MOST_PASSES
@@ -177,16 +184,9 @@ class Space:
                     yield schedule, chunks
 
     @property
-    def _precision(self) -> str:
-        """Usual precision on such devices."""
-        device = self.machine.device
-        return "fp32" if device.family == "cpu" else "bf16" if device.has_bf16 else "fp16"
-
-    @property
     def recompute(self) -> list[Recompute]:
         """Levels of recomputation, from the least work to the least memory."""
-        allowed = self.constraints.choices("recompute", RECOMPUTE)
-        return sorted(allowed, key=RECOMPUTE.index)
+        return sorted(self.constraints.choices("recompute", RECOMPUTE), key=RECOMPUTE.index)
 
     def with_less_memory(self, leaf: Layout) -> Layout | None:
         """Return the layout with more recomputation; None if there is no more."""
@@ -227,16 +227,3 @@ class Space:
         """Divisors of the number of samples, the largest first."""
         low = [n for n in range(1, math.isqrt(self.global_batch) + 1) if self.global_batch % n == 0]
         return sorted({*low, *(self.global_batch // n for n in low)}, reverse=True)
-
-    def _cut(self, mesh: Layout) -> Iterator[Layout]:
-        samples = self.global_batch // mesh.dp
-        usual = [n for n in range(1, min(samples, MOST_SAMPLES) + 1) if samples % n == 0]
-        for micro_batch in self.constraints.choices("micro_batch", usual):
-            if samples % micro_batch == 0 and samples // micro_batch * mesh.pp <= MOST_PASSES:
-                yield replace(mesh, micro_batch=micro_batch)
-
-    def _names(self, shape: Layout) -> list[str]:
-        if shape.pp == 1:
-            return ["1f1b"]
-        waits = shape.microbatches(self.global_batch) < shape.pp
-        return ["1f1b", "zb-h1", "zb-v", "gpipe", *([] if waits else ["interleaved"])]

@@ -88,7 +88,8 @@ class Layout:
     def text(self) -> str:
         """Write what parse_layout reads: all keys that differ from their defaults, and the trainer."""
         changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default or f.name == "trainer"]
-        return ",".join(f"{f.name}={_spelled(getattr(self, f.name))}" for f in changed)
+        words = ((f.name, str(getattr(self, f.name))) for f in changed)
+        return ",".join(f"{key}={word.lower() if word in ('True', 'False') else word}" for key, word in words)
 
 
 @lru_cache(maxsize=1)
@@ -162,7 +163,3 @@ def _value(word: str) -> Any:
         except ValueError:
             continue
     return word
-
-
-def _spelled(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -108,15 +108,13 @@ def _shape(pairs: dict[str, Any]) -> dict[str, Any]:
 
 def _checked(table: dict[str, Any], length: int | None) -> ModelConfig:
     """Check the table, make the table of positions long enough; the vocabulary has to be known."""
-    data = {} if length is None else {"sequence_length": length}
-    if length is not None and type(length) is int:
+    if type(length) is int:
         known = run_file.preset(table["preset"]) if isinstance(table.get("preset"), str) else {}
         longest = table.get("max_sequence", known.get("max_sequence", length))
         if type(longest) is int and longest < length:
             table = {**table, "max_sequence": length}
-    config: Config = run_file.from_tables(
-        {"model": table, **({"data": data} if data else {"data": {"sequence_length": 1}})}
-    )
+    data = {"sequence_length": 1 if length is None else length}
+    config: Config = run_file.from_tables({"model": table, "data": data})
     if not config.model.vocabulary:
         raise ConfigError(
             f"model.preset = {config.model.preset!r} takes its vocabulary from a token store; give a shape with vocab="

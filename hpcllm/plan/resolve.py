@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any
 
 from hpcllm.config.rules import divisors
 from hpcllm.config.schema import Config
@@ -33,7 +33,6 @@ from hpcllm.pipeline.checker import check
 from hpcllm.pipeline.schedules import Schedule, make_schedule, read_schedule
 from hpcllm.pipeline.timing import simulate
 
-T = TypeVar("T")
 MOST_RANKS = 1 << 22
 
 
@@ -58,18 +57,9 @@ class ResolvedRun:
         return simulate(self.schedule).bubble
 
 
-class Once(Protocol):
-    """Calls a function, in a job on rank 0 alone, and returns its result, or raises its error, on every rank."""
-
-    def __call__(self, function: Callable[[], T], /) -> T: ...
-
-
-def in_this_process(function: Callable[[], T], /) -> T:
-    """Call the function: what `once` is outside a job."""
-    return function()
-
-
-def resolve(config: Config, ranks: int | None, once: Once = in_this_process) -> ResolvedRun:
+def resolve(
+    config: Config, ranks: int | None, once: Callable[[Callable[[], Any]], Any] = lambda call: call()
+) -> ResolvedRun:
     """Resolve a run file for a number of ranks; None: dp x pp x tp of its mesh. Raises UserError.
 
     once: calls what reads a file or takes long; in a job partial(on_root, comm) of collective_errors, and then this is
@@ -86,9 +76,8 @@ def resolve(config: Config, ranks: int | None, once: Once = in_this_process) -> 
     vocabulary = config.model.vocabulary or once(lambda: stored_vocabulary(config))
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocabulary=vocabulary))
     check_vocabulary(config)
-    return ResolvedRun(
-        config, schedule, layer_spans(config, schedule.placement), recompute_levels(config, schedule.placement)
-    )
+    placement = schedule.placement
+    return ResolvedRun(config, schedule, layer_spans(config, placement), recompute_levels(config, placement))
 
 
 def check_layout(config: Config, ranks: int) -> Config:
@@ -160,9 +149,8 @@ def recompute_levels(config: Config, placement: Placement) -> list[str]:
     words = config.pipeline.recompute.split(",")
     if len(words) not in (1, placement.stages):
         raise MeshError(
-            f"pipeline.recompute = {config.pipeline.recompute!r} has {len(words)} words, but mesh.pp = "
-            f"{placement.ranks} with {placement.chunks} chunk{'s' if placement.chunks > 1 else ''} a rank is "
-            f"{_stages(placement.stages)}; valid: one word for all, or {placement.stages}"
+            f"pipeline.recompute = {config.pipeline.recompute!r} has {len(words)} words, but {_shape(placement)}; "
+            f"valid: one word for all, or {placement.stages}"
         )
     return words * placement.stages if len(words) == 1 else words
 
@@ -186,12 +174,12 @@ def run_schedule(config: Config, custom: str) -> Schedule:
         return make_schedule(pipeline.schedule, ranks, pipeline.microbatches, pipeline.chunks or None)
     schedule = read_schedule(custom)
     placement = schedule.placement
-    shapes = [
-        ("mesh.pp", ranks, placement.ranks),
-        ("pipeline.microbatches", pipeline.microbatches, schedule.microbatches),
-        ("pipeline.chunks", pipeline.chunks or placement.chunks, placement.chunks),
-    ]
-    for key, wanted, found in shapes:
+    shapes = {
+        "mesh.pp": (ranks, placement.ranks),
+        "pipeline.microbatches": (pipeline.microbatches, schedule.microbatches),
+        "pipeline.chunks": (pipeline.chunks or placement.chunks, placement.chunks),
+    }
+    for key, (wanted, found) in shapes.items():
         if wanted != found:
             raise ScheduleError(
                 f"{key} = {wanted}, but the schedule in {pipeline.file!r} is for {found}; set {key}={found}"
@@ -202,23 +190,28 @@ def run_schedule(config: Config, custom: str) -> Schedule:
 def layer_spans(config: Config, placement: Placement) -> list[StageSpan]:
     """Layers of each virtual stage. Raises MeshError if there are too few, or pipeline.layers does not fit."""
     layers, sizes = config.model.layers, config.pipeline.layers
-    shape = f"mesh.pp = {placement.ranks} with {placement.chunks} chunk{'s' if placement.chunks > 1 else ''} a rank"
     if placement.stages > layers:
         most = layers // placement.chunks
         valid = f"mesh.pp from 1 to {most}" if most else f"pipeline.chunks from 1 to {layers}"
         raise MeshError(
-            f"{shape} is {placement.stages} stages, but model.layers = {layers}, and each takes one layer at least; "
+            f"{_shape(placement)}, but model.layers = {layers}, and each takes one layer at least; "
             f"valid: {valid}, or model.layers >= {placement.stages}"
         )
     if not sizes:
         return split_layers(config.model, placement.stages)
     if len(sizes) != placement.stages:
         raise MeshError(
-            f"pipeline.layers = {list(sizes)} names {_stages(len(sizes))}, but {shape} is {placement.stages}; "
+            f"pipeline.layers = {list(sizes)} names {_counted(len(sizes), 'stage')}, but {_shape(placement)}; "
             f"valid: {placement.stages} numbers that add up to model.layers = {layers}"
         )
     return cut_layers(sizes)
 
 
-def _stages(count: int) -> str:
-    return f"{count} stage{'s' if count > 1 else ''}"
+def _shape(placement: Placement) -> str:
+    """Write 'mesh.pp = 2 with 1 chunk a rank is 2 stages'."""
+    chunks, stages = _counted(placement.chunks, "chunk"), _counted(placement.stages, "stage")
+    return f"mesh.pp = {placement.ranks} with {chunks} a rank is {stages}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count > 1 else ''}"

@@ -33,6 +33,7 @@ from hpcllm.plan.layouts import Layout
 from hpcllm.plan.models import Model
 from hpcllm.plan.resolve import check_layout, check_vocabulary, layer_spans
 
+MESH = ("dp", "pp", "tp", "order", "sequence_parallel")  # keys that a layout has under the names of [mesh]
 OURS_ALONE = {"attention": "flash", "norm": "usual", "gradient_bytes": 0}  # keys of which our trainer has one value
 
 
@@ -41,14 +42,10 @@ def config_of(model: Model, layout: Layout, global_batch: int) -> Config:
     config = Config(
         model=model.shape,
         data=DataConfig(sequence_length=model.sequence, global_batch=global_batch),
-        mesh=MeshConfig(
-            dp=layout.dp, pp=layout.pp, tp=layout.tp, order=layout.order, sequence_parallel=layout.sequence_parallel
-        ),
+        mesh=MeshConfig(**{key: getattr(layout, key) for key in MESH}),
         pipeline=PipelineConfig(
-            schedule=layout.schedule,
             microbatches=layout.microbatches(global_batch),
-            chunks=layout.chunks,
-            recompute=layout.recompute,
+            **{key: getattr(layout, key) for key in ("schedule", "chunks", "recompute")},
         ),
         optimizer=OptimizerConfig(shard=layout.shard),
         precision=PrecisionConfig(compute=layout.precision),
@@ -73,18 +70,14 @@ def layout_of(config: Config, chunks: int) -> tuple[Model, Layout]:
             raise ConfigError(f"the planner has no word for {what}")
     mesh, data = config.mesh, config.data
     layout = Layout(
-        dp=mesh.dp,
-        pp=mesh.pp,
-        tp=mesh.tp,
+        **{key: getattr(mesh, key) for key in MESH},
         micro_batch=data.global_batch // mesh.dp // pipeline.microbatches,
         chunks=chunks,
         schedule=pipeline.schedule,  # type: ignore[arg-type]
         recompute=words.pop(),  # type: ignore[arg-type]
         shard=config.optimizer.shard,
-        sequence_parallel=mesh.sequence_parallel,
         precision=config.precision.compute,
         policy=config.communication.policy,
-        order=mesh.order,
     )
     return Model(config.model.preset, config.model, data.sequence_length), layout
 
@@ -92,19 +85,15 @@ def layout_of(config: Config, chunks: int) -> tuple[Model, Layout]:
 def check_fit(model: Model, layout: Layout, global_batch: int) -> None:
     """Raise UserError (ConfigError, MeshError, ScheduleError) with key, value and valid ones unless all fits."""
     if layout.trainer == "hpcllm":
-        _check_ours(layout)
-    shard = layout.shard if layout.trainer == "hpcllm" else "none"
-    config = config_of(model, dataclasses.replace(layout, shard=shard), global_batch)
+        for key, value in OURS_ALONE.items():
+            if getattr(layout, key) != value:
+                raise ConfigError(
+                    f"layout.{key} = {getattr(layout, key)!r} with trainer=hpcllm, which has only {value!r}; valid: "
+                    f"{key}={value}, or trainer=megatron"
+                )
+    ours = layout if layout.trainer == "hpcllm" else dataclasses.replace(layout, shard="none")
+    config = config_of(model, ours, global_batch)
     check_layout(config, layout.devices)
     check_vocabulary(config)
     placement = make_placement(layout.schedule, layout.pp, config.pipeline.microbatches, layout.chunks)
     layer_spans(config, placement)
-
-
-def _check_ours(layout: Layout) -> None:
-    for key, value in OURS_ALONE.items():
-        if getattr(layout, key) != value:
-            raise ConfigError(
-                f"layout.{key} = {getattr(layout, key)!r} with trainer=hpcllm, which has only {value!r}; valid: "
-                f"{key}={value}, or trainer=megatron"
-            )

@@ -177,8 +177,14 @@ def _exchanged(traffic: Traffic, slots: Slots, shape: Triple, found: Candidate) 
     """Exchange two ranks of different packages as long as that helps."""
     packages = slots.packages
     apart = [(a, b) for a, b in itertools.combinations(range(slots.ranks), 2) if packages[a] != packages[b]]
+
+    def exchanged(pair: tuple[int, int]) -> Candidate:
+        changed = found.places.copy()
+        changed[list(pair)] = found.places[list(reversed(pair))]
+        return Candidate(changed, cost(traffic, changed, slots, shape))
+
     while True:
-        other = min((_exchange(traffic, slots, shape, found.places, pair) for pair in apart), default=found, key=_cost)
+        other = min(map(exchanged, apart), default=found, key=_cost)
         if not other.cost < found.cost:
             return found
         found = other
@@ -188,25 +194,15 @@ def _cost(found: Candidate) -> Cost:
     return found.cost
 
 
-def _exchange(traffic: Traffic, slots: Slots, shape: Triple, places: Places, pair: tuple[int, int]) -> Candidate:
-    changed = places.copy()
-    changed[list(pair)] = places[list(reversed(pair))]
-    return Candidate(changed, cost(traffic, changed, slots, shape))
-
-
 def rank_lists(slots: Slots) -> dict[str, list[int]]:
     """Return option -> the rank in each slot; none if the last node is part full, as Slurm then evens them out."""
     if slots.ranks % slots.per_node:
         return {}
     planes = [n for n in range(2, slots.per_node) if slots.per_node % n == 0]
     blocks = {"block": slots.per_node, "cyclic": 1} | {f"plane={n}": n for n in planes}
-    return {option: _dealt(slots, block) for option, block in blocks.items()}
-
-
-def _dealt(slots: Slots, block: int) -> list[int]:
-    """Deal blocks of so many ranks to the nodes in turn."""
-    nodes = np.arange(slots.ranks) // block % (slots.ranks // slots.per_node)
-    return [int(rank) for rank in np.argsort(nodes, kind="stable")]
+    ranks, nodes = np.arange(slots.ranks), slots.ranks // slots.per_node
+    # blocks of so many ranks are dealt to the nodes in turn
+    return {key: np.argsort(ranks // block % nodes, kind="stable").tolist() for key, block in blocks.items()}
 
 
 def srun_distribution(traffic: Traffic, slots: Slots, shape: Triple, order: str, goal: Cost) -> str:

@@ -10,6 +10,7 @@ Everything in the file was measured; values that no rank can measure, such as po
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,29 +18,18 @@ from typing import Any
 from hpcllm.collectives.tuning import Tuning, from_tables, load_tuning, to_text
 from hpcllm.config.machines import peak_of_device
 from hpcllm.errors import ConfigError
-from hpcllm.plan.time.kernel_times import KernelTimes, MeasuredKernels, read_measured_kernels
+from hpcllm.plan.time.kernel_times import MeasuredKernels, read_measured_kernels
 
-FACTS: dict[str, tuple[type, ...]] = {
-    "machine": (str,),
-    "date": (str,),
-    "library": (str,),
-    "torch": (str,),
-    "device": (str,),
-    "kind": (str,),
-    "ranks": (int,),
-    "nodes": (int,),
-    "ranks_per_node": (int,),
-    "threads": (int,),
-    "memory_gb": (int, float),
+TEXTS = ("machine", "date", "library", "torch", "device", "kind")
+COUNTS = ("ranks", "nodes", "ranks_per_node", "threads", "memory_gb")
+FAMILIES_OF = {  # pattern of a GPU's name -> key of roofline.FAMILIES
+    "MI250|MI210": "amd-cdna2",
+    "MI300|MI325": "amd-cdna3",
+    "H100|H200|GH200|H800": "nvidia-hopper",
+    "A100|A800": "nvidia-ampere",
+    "V100": "nvidia-volta",
+    "Max|PVC": "intel-xe",
 }
-FAMILIES_OF = (  # words of a GPU's name -> key of roofline.FAMILIES
-    (("MI250", "MI210"), "amd-cdna2"),
-    (("MI300", "MI325"), "amd-cdna3"),
-    (("H100", "H200", "GH200", "H800"), "nvidia-hopper"),
-    (("A100", "A800"), "nvidia-ampere"),
-    (("V100",), "nvidia-volta"),
-    (("Max", "PVC"), "intel-xe"),
-)
 LARGEST_FILE_BYTES = 16 << 20
 LINE = 110  # characters
 
@@ -62,7 +52,7 @@ def machine_text(paths: Sequence[Path]) -> str:
     for path in paths:
         if path.suffix == ".toml":
             tuning = load_tuning(path)
-    return "\n".join([*_head(measured), *_device(measured, kernels), *_links(tuning), *_kernels(kernels)]) + "\n"
+    return "\n".join([*_device(measured, kernels), *_links(tuning), *_kernels(kernels)]) + "\n"
 
 
 def _read(path: Path) -> tuple[dict[str, Any], MeasuredKernels, Tuning]:
@@ -71,18 +61,17 @@ def _read(path: Path) -> tuple[dict[str, Any], MeasuredKernels, Tuning]:
         if not isinstance(tables.get(key), dict):
             raise ConfigError(f"{key} = {str(tables.get(key))[:60]!r} should be a table")
     facts = tables["measured"]
-    for key, kinds in FACTS.items():
-        value = facts.get(key)
-        if type(value) not in kinds or (not isinstance(value, str) and not 0 < value < 1e9):
-            raise ConfigError(f"measured.{key} = {value!r} should be {_kind(kinds)}")
+    for key in TEXTS:
+        if type(facts.get(key)) is not str:
+            raise ConfigError(f"measured.{key} = {facts.get(key)!r} should be a text")
+    for key in COUNTS:
+        value: Any = facts.get(key)
+        if not (type(value) is int or (type(value) is float and key == "memory_gb")) or not 0 < value < 1e9:
+            raise ConfigError(f"measured.{key} = {value!r} should be a number above 0")
     kernels = read_measured_kernels(tables["kernels"])
     if not kernels.types:
         raise ConfigError("kernels = {} has no precision; valid: fp32, bf16, fp16, at least one")
     return facts, kernels, from_tables(tables["tuning"])
-
-
-def _kind(kinds: tuple[type, ...]) -> str:
-    return "a text" if kinds == (str,) else "a number above 0"
 
 
 def _tables(path: Path) -> dict[str, Any]:
@@ -99,47 +88,33 @@ def _tables(path: Path) -> dict[str, Any]:
     return tables
 
 
-def _head(facts: dict[str, Any]) -> list[str]:
+def _device(facts: dict[str, Any], kernels: MeasuredKernels) -> list[str]:
+    """Write the head and [device]; of a CPU a rank's share, whose peak is not known: the best product stands for it."""
+    times = next(times for name in ("bf16", "fp16", "fp32") if (times := kernels.types.get(name)))
+    best = max(max(grid.values) for grid in times.products.values())
+    on_cpu, sums = facts["kind"] == "cpu", times.curves["accumulate"]
+    peak = None if on_cpu else peak_of_device(facts["device"])
+    families = (family for words, family in FAMILIES_OF.items() if re.search(words, facts["device"]))
     return [
         f"# Measured on {facts['machine']}, {facts['date']}: {facts['ranks']} ranks on {facts['nodes']} nodes, "
         f"{facts['threads']} threads each, PyTorch {facts['torch']}, {facts['library']}.",
         "# Made by `python -m hpcllm plan --calibrate`. GB = 1e9 bytes; rates are of a rank, all of its node at work.",
         f"name = {_text(facts['machine'])}",
-    ]
-
-
-def _device(facts: dict[str, Any], kernels: MeasuredKernels) -> list[str]:
-    """Write [device]; of a CPU a rank's share, whose peak is not known: the best product stands for it."""
-    times = next(times for name in ("bf16", "fp16", "fp32") if (times := kernels.types.get(name)))
-    best = max(max(grid.values) for grid in times.products.values())
-    peak = peak_of_device(facts["device"]) if facts["kind"] != "cpu" else None
-    return [
         "",
         "[device]",
         f"name = {_text(facts['device'])}",
-        f"family = {_text('cpu' if facts['kind'] == 'cpu' else _family(facts['device']))}",
+        f"family = {_text('cpu' if on_cpu else next(families, 'other'))}",
         f"per_node = {facts['ranks_per_node']} # ranks that were at work together",
         f"memory_gb = {facts['memory_gb']:.4g}",
-        f"hbm_gb_s = {_memory_gb_s(times):.4g} # of a sum of two long arrays",
+        f"hbm_gb_s = {12.0 * sums.sizes[-1] / sums.seconds[-1] / 1e9:.4g} # of a sum of two long arrays",
         f"peak_bf16_tflops = {peak or best:.4g} # {'of the data sheet' if peak else 'of the best product, not a peak'}",
         f"gemm_bf16_tflops = {best:.4g} # of the best product",
     ]
 
 
-def _family(name: str) -> str:
-    """Return the family of a GPU by the name that its driver gives."""
-    return next((family for words, family in FAMILIES_OF if any(word in name for word in words)), "other")
-
-
-def _memory_gb_s(times: KernelTimes) -> float:
-    curve = times.curves["accumulate"]
-    return 12.0 * curve.sizes[-1] / curve.seconds[-1] / 1e9
-
-
 def _links(tuning: Tuning) -> list[str]:
     """Write [links] and [network]: rates are what MPI measured, so shares of them are 1."""
-    rates = tuning.rates
-    near, far = rates.near, rates.far
+    near, far = tuning.rates.near, tuning.rates.far
     lines = ["", "[links]", *(f"{key} = {near.bandwidth_gb_s:.4g}" for key in ("pair_gb_s", "package_gb_s"))]
     lines += [f"device_gb_s = {near.bandwidth_gb_s:.4g}", "message_share = 1.0"]
     lines += [f"collective_gb_s = {near.bandwidth_gb_s:.4g}", f"latency_s = {near.latency_s:.3e}"]
@@ -151,10 +126,8 @@ def _links(tuning: Tuning) -> list[str]:
 
 
 def _kernels(kernels: MeasuredKernels) -> Iterator[str]:
-    yield from (
-        "",
-        "# TFLOP/s of m x n x k products, sizes all with all; seconds of a head of attention; of others by values",
-    )
+    words = "TFLOP/s of m x n x k products, sizes all with all; seconds of a head of attention; of others by values"
+    yield from ("", f"# {words}")
     for name, times in kernels.types.items():
         products = {"sizes": times.products["forward"].axes[0]}
         products |= {key: grid.values for key, grid in times.products.items()}

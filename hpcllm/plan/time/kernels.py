@@ -178,10 +178,7 @@ def norm(b: Microbatch) -> Piece:
     Otherwise about ten kernels of PyTorch's, all but the first and last in float32.
     """
     e, name = b.item_bytes, b.model.norm
-    if b.fused_norm:
-        forward, backward, launches = 2.0 * e, 5.0 * e, 1
-    else:
-        forward, backward, launches = 28.0 + 4 * e, 72.0 + 8 * e, 8
+    forward, backward, launches = (2.0 * e, 5.0 * e, 1) if b.fused_norm else (28.0 + 4 * e, 72.0 + 8 * e, 8)
     return Piece(
         (Stream(f"{name}_forward", b.residual, forward, launches),),
         (Stream(f"{name}_backward", b.residual, backward, 2 * launches),),
@@ -260,10 +257,8 @@ def _written_core(b: Microbatch) -> Piece:
 def concatenated(*pieces: Piece) -> Piece:
     """Run pieces one after another."""
 
-    def all_of(part: str) -> Kernels:
-        return tuple(kernel for piece in pieces for kernel in getattr(piece, part))
-
-    return Piece(all_of("forward"), all_of("backward"), all_of("weight"), all_of("recompute"))
+    ways = ("forward", "backward", "weight", "recompute")
+    return Piece(*(tuple(kernel for piece in pieces for kernel in getattr(piece, way)) for way in ways))
 
 
 def block(b: Microbatch) -> Piece:

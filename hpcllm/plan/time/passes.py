@@ -183,10 +183,8 @@ def optimizer_s(parameters: float, updated: float, layout: Layout, machine: Mach
     For each that it updates, the gradient is made float32, unscaled and squared for its norm; AdamW reads four values
     and writes three; the weight is written anew. For each that it holds, the gradient's sum becomes zero.
     """
-    measured = machine.device.measured.of(4) if machine.device.measured else None
-    if measured:
-        kernels_s = measured.curve_s("norm", updated) + measured.curve_s("adamw", updated)
-        return kernels_s + measured.curve_s("zero", parameters)
+    if machine.device.measured and (times := machine.device.measured.of(4)):
+        return times.curve_s("norm", updated) + times.curve_s("adamw", updated) + times.curve_s("zero", parameters)
     b = 4.0 if layout.precision == "fp32" else layout.item_bytes + 4.0
     moved = updated * (4.0 + 8.0 + 4.0 + 28.0 + b) + 4.0 * parameters
     return moved / (1e9 * machine.device.hbm_gb_s * UPDATES)

@@ -33,7 +33,6 @@ from hpcllm.pipeline.actions import Op, Placement
 from hpcllm.pipeline.clock import Step, clock, in_order
 from hpcllm.pipeline.schedules import make_work
 
-NO_TURNS = ("gpipe",)  # all forward passes come first: there is nothing that repeats itself
 MOST_PASSES = 1 << 14  # forward passes of all ranks; schedules of more are continued
 TURNS = 6  # turns of as many microbatches as ranks, until the schedule repeats itself
 
@@ -78,8 +77,8 @@ def run(
 
 
 def _few(schedule: str, ranks: int, chunks: int, microbatches: int) -> int:
-    """Return the number of microbatches to run with; what is left is a whole number of turns."""
-    if schedule in NO_TURNS or ranks * chunks * microbatches <= MOST_PASSES:
+    """Return the number of microbatches to run with; what is left is a whole number of turns, which gpipe has not."""
+    if schedule == "gpipe" or ranks * chunks * microbatches <= MOST_PASSES:
         return microbatches
     return min(microbatches, TURNS * ranks + microbatches % ranks)
 
