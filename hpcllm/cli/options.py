@@ -57,18 +57,10 @@ def spelled(keys: Sequence[str]) -> str:
 
 def add_run_file(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     """Add RUN.toml and --set."""
-    if optional:
-        parser.add_argument("run", nargs="?", type=Path, metavar="RUN.toml", help="a run file to check as well")
-    else:
-        parser.add_argument("run", type=Path, metavar="RUN.toml", help="the run file")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="override a key of the run file, as in --set mesh.dp=4; may be repeated",
-    )
+    about = "a run file to check as well" if optional else "the run file"
+    parser.add_argument("run", nargs="?" if optional else None, type=Path, metavar="RUN.toml", help=about)
+    words = "override a key of the run file, as in --set mesh.dp=4; may be repeated"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=words)
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:

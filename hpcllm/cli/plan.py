@@ -218,5 +218,4 @@ def _curves(found: Search | None) -> dict[str, Curve]:
     if found is None:
         return {}
     labels = {f"{found.global_batch} samples a step": False, "as many samples a device": True}
-    points = {label: scaling(found, batch_grows) for label, batch_grows in labels.items()}
-    return {label: [(one.devices, one.predicted.tokens_per_s) for one in curve] for label, curve in points.items()}
+    return {label: scaling(found, batch_grows) for label, batch_grows in labels.items()}

@@ -15,21 +15,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Clean text, drop duplicates, train or load a tokenizer, write one HDF5 token store. "
         "Ranks share the work under mpirun or srun; any number of them writes the same file."
     )
-    parser.add_argument(
-        "inputs",
-        nargs="*",
-        type=file_or_folder,
-        metavar="INPUT",
-        help="files or folders: text, .jsonl, also .gz and .zst; none: the source of the Python standard library",
-    )
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the token store to write")
-    parser.add_argument("--field", default="text", help="what holds the text in a line of .jsonl (default: text)")
-    parser.add_argument("--vocabulary", type=int, default=4096, help="size of a new tokenizer (default: 4096)")
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="a byte-level tokenizer.json to use instead")
-    parser.add_argument(
-        "--validation-fraction", type=float, default=0.02, help="share of the documents to hold out (default: 0.02)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the train/validation split (default: 0)")
+    add = parser.add_argument
+    words = "files or folders: text, .jsonl, also .gz and .zst; none: the source of the Python standard library"
+    add("inputs", nargs="*", type=file_or_folder, metavar="INPUT", help=words)
+    add("--output", type=Path, required=True, metavar="FILE", help="the token store to write")
+    add("--field", default="text", help="what holds the text in a line of .jsonl (default: text)")
+    add("--vocabulary", type=int, default=4096, help="size of a new tokenizer (default: 4096)")
+    add("--tokenizer", type=Path, metavar="FILE", help="a byte-level tokenizer.json to use instead")
+    words = "share of the documents to hold out (default: 0.02)"
+    add("--validation-fraction", type=float, default=0.02, help=words)
+    add("--seed", type=int, default=0, help="of the train/validation split (default: 0)")
     add_json(parser, "print the report as JSON")
 
 

@@ -28,12 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoints, machine, run file. Several runs are laid side by side. It may be running still."
     )
     parser.add_argument("runs", nargs="+", type=file_or_folder, metavar="RUN", help="a run folder")
-    parser.add_argument(
-        "--output",
-        type=file_or_folder,
-        metavar="FILE",
-        help="the page (default: RUN/report/index.html; of several runs: report.html)",
-    )
+    words = "the page (default: RUN/report/index.html; of several runs: report.html)"
+    parser.add_argument("--output", type=file_or_folder, metavar="FILE", help=words)
     parser.add_argument("--log-x", action="store_true", help="steps on a logarithmic axis")
     parser.add_argument("--open", action="store_true", help="show it in a browser")
     add_json(parser, "print the numbers as JSON; a page only with --output")
@@ -47,7 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found[0] if len(found) == 1 else found))
         if not arguments.output:
             return 0
-    path = arguments.output or _usual_place(arguments.runs)
+    folders = arguments.runs
+    usual = folders[0] / "report" / "index.html" if len(folders) == 1 else Path("report.html")
+    path = arguments.output or usual
     html = make(runs, arguments.log_x)
     _write(path, html)
     if not arguments.json:
@@ -66,10 +64,6 @@ def make(runs: Sequence[Run], log_x: bool = False) -> str:
         return render(runs[0].name, [Text(found[0]["state"]), made], sections(runs[0], found[0], log_x))
     title = f"{len(runs)} runs: {', '.join(each.name for each in runs)}"
     return render(title, [made], comparison(runs, found, log_x))
-
-
-def _usual_place(folders: Sequence[Path]) -> Path:
-    return folders[0] / "report" / "index.html" if len(folders) == 1 else Path("report.html")
 
 
 def _write(path: Path, html: str) -> None:

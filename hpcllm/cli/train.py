@@ -20,15 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Train as a run file says. On a run folder with a checkpoint it goes on from the newest one."
     add_run_file(parser)
     parser.add_argument("--restart", action="store_true", help="begin at step 0; the old run folder is renamed")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check all that train checks before it begins; start and write nothing"
-    )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="of the job to check, with --dry-run (default: those launched, or dp x pp x tp)",
-    )
+    words = "check all that train checks before it begins; start and write nothing"
+    parser.add_argument("--dry-run", action="store_true", help=words)
+    words = "of the job to check, with --dry-run (default: those launched, or dp x pp x tp)"
+    parser.add_argument("--ranks", type=int, metavar="N", help=words)
     add_json(parser, "print the closing table as JSON")
 
 

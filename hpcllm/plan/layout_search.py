@@ -53,7 +53,6 @@ class Search:
     counts: Mapping[str, int]  # layouts: predicted, does not fit, refused, slower (not looked at in full)
     rejected: Mapping[str, int]  # message of the trainer -> layouts
     nearest: Prediction | None  # if nothing fits: the one that lacks least memory
-    headroom: float  # share of each device's memory that is left free
 
     @property
     def idle(self) -> int:
@@ -238,7 +237,6 @@ class _State:
             counts=dict(self.counts),
             rejected=dict(self.rejected),
             nearest=nearest,
-            headroom=HEADROOM,
         )
 
 

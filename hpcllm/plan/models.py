@@ -124,8 +124,7 @@ def _checked(table: dict[str, Any], length: int | None) -> ModelConfig:
 
 def placement_of(layout: Layout) -> Placement:
     """Return which pipeline rank has which virtual stages."""
-    kind = SCHEDULES[layout.schedule].placement
-    return Placement(layout.pp, layout.chunks, kind.kind)
+    return Placement(layout.pp, layout.chunks, SCHEDULES[layout.schedule].placement.kind)
 
 
 def stage_spans(model: Model, layout: Layout) -> tuple[StageSpan, ...]:
@@ -164,10 +163,10 @@ def kinds_of(spans: Sequence[StageSpan], placement: Placement, rank: int) -> tup
     return tuple(kind_of(spans[placement.stage(rank, chunk)]) for chunk in range(placement.chunks))
 
 
-def spans_like(kinds: Sequence[StageKind]) -> list[StageSpan]:
+def spans_like(kinds: Sequence[StageKind]) -> tuple[StageSpan, ...]:
     """Lay spans of these kinds one behind the other."""
     ends = itertools.accumulate(blocks for blocks, _, _ in kinds)
-    return [StageSpan(end - kind[0], end, *kind[1:]) for end, kind in zip(ends, kinds, strict=True)]
+    return tuple(StageSpan(end - kind[0], end, *kind[1:]) for end, kind in zip(ends, kinds, strict=True))
 
 
 @lru_cache(maxsize=1 << 12)

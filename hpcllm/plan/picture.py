@@ -41,19 +41,15 @@ def draw(rows: Sequence[Prediction], curves: Mapping[str, Curve], path: Path) ->
 
 
 def _times(axes: Any, rows: Sequence[Prediction]) -> None:
-    names = [_name(rank, row) for rank, row in enumerate(rows, 1)]
-    plotting.stacked_bars(
-        axes, names, {name: [getattr(row, key) for row in rows] for key, (name, *_) in STEP_PARTS.items()}
-    )
+    names = []
+    for rank, layout in enumerate((row.layout for row in rows), 1):
+        more = "" if layout.recompute == "none" else f" {layout.recompute}"
+        names.append(f"{rank}: {layout.tp} x {layout.pp} x {layout.dp}, {layout.schedule}{more}")
+    parts = {name: [getattr(row, key) for row in rows] for key, (name, *_) in STEP_PARTS.items()}
+    plotting.stacked_bars(axes, names, parts)
     axes.set_xlabel("seconds of a step (predicted)")
     axes.set_title(f"{rows[0].model.name} on {rows[0].layout.devices} devices of {rows[0].machine.name}")
     axes.tick_params(axis="y", labelsize=8)
-
-
-def _name(rank: int, row: Prediction) -> str:
-    layout = row.layout
-    more = "" if layout.recompute == "none" else f" {layout.recompute}"
-    return f"{rank}: {layout.tp} x {layout.pp} x {layout.dp}, {layout.schedule}{more}"
 
 
 def _memory(axes: Any, rows: Sequence[Prediction]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from hpcllm.plan.cost import TrainingCost, training_cost
-from hpcllm.plan.layout_search import Search
+from hpcllm.plan.layout_search import HEADROOM, Search
 from hpcllm.plan.layouts import Layout
 from hpcllm.plan.prediction import Prediction
 from hpcllm.plan.report import STEP_PARTS, bottleneck, count_text, memory_table, schedule_text, verdict, wrapped
@@ -72,7 +72,7 @@ def lines(found: Search, tokens: float | None) -> list[str]:
     return [
         *wrapped(what),
         "",
-        f"layouts; GB of {usable:.1f} on the fullest device, {found.headroom:.0%} left free",
+        f"layouts; GB of {usable:.1f} on the fullest device, {HEADROOM:.0%} left free",
         *rows(LAYOUT),
         "",
         "seconds of a step",
@@ -97,7 +97,7 @@ def nothing(found: Search) -> list[str]:
             f"NO LAYOUT EXISTS: {requested}, of {found.global_batch} samples and {found.model.shape.layers} layers"
         )
         return [*wrapped(f"{message}: what --constraints leave does not divide them, or is rejected"), _searched(found)]
-    missed = f"NOTHING FITS: {requested}, {found.headroom:.0%} of the memory left free"
+    missed = f"NOTHING FITS: {requested}, {HEADROOM:.0%} of the memory left free"
     least = f"what lacks least memory: --layout {near.layout.text()}"
     needed = wrapped(_devices_needed(found, near.layout), _searched(found))
     return [*wrapped(missed, least, verdict(near)), "", *memory_table(near), "", *needed]
@@ -106,7 +106,7 @@ def nothing(found: Search) -> list[str]:
 def _devices_needed(found: Search, layout: Layout) -> str:
     """Say how many devices have room for what is kept between steps, however it is shared out."""
     each = layout.item_bytes + 4 + (8 if layout.precision == "fp32" else 12)  # weight, gradient, AdamW and master
-    kept, room = each * found.model.parameters, (1 - found.headroom) * found.machine.device.usable_bytes
+    kept, room = each * found.model.parameters, (1 - HEADROOM) * found.machine.device.usable_bytes
     return (
         f"weights, gradients and optimizer alone are {each} bytes a parameter, {kept / 1e9:,.0f} GB: at least "
         f"{math.ceil(kept / room):,} devices of {room / 1e9:.1f} GB, and activations more"
@@ -132,7 +132,7 @@ def as_dict(found: Search, tokens: float | None) -> dict[str, Any]:
         "counts": dict(found.counts),
         "refused": dict(found.rejected),
         "idle_devices": found.idle,
-        "headroom": found.headroom,
+        "headroom": HEADROOM,
         "nearest": prediction_dict(found.nearest, tokens) if found.nearest else None,
     }
 

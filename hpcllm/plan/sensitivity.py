@@ -29,15 +29,6 @@ class Change:
     gain: float  # steps in the time of one of the machine as it is: 2 is twice as fast
 
 
-@dataclass(frozen=True)
-class Point:
-    """Point of a scaling curve."""
-
-    devices: int
-    global_batch: int
-    predicted: Prediction
-
-
 def sensitivity(found: Search) -> tuple[Change, ...]:
     """Predict changes of the machine of a search that found something; one that lets nothing fit is left out."""
     more = _near(found, 2 * found.devices, found.global_batch, found.machine)
@@ -49,25 +40,20 @@ def sensitivity(found: Search) -> tuple[Change, ...]:
     return tuple(Change(words, one, max(1.0, best_s / one.iteration_time_s)) for words, one in changes if one)
 
 
-def scaling(found: Search, batch_grows: bool) -> list[Point]:
-    """Predict steps with more and fewer devices, up to 10^5: with as many samples, or as many for each device."""
-    points = []
-    for devices in _counts(found.devices, found.machine.device.per_node):
-        batch, rest = divmod(found.global_batch * devices, found.devices) if batch_grows else (found.global_batch, 0)
-        predicted = _near(found, devices, batch, found.machine) if batch and not rest else None
-        if predicted:
-            points.append(Point(devices, batch, predicted))
-    return points
-
-
-def _counts(devices: int, least: int) -> list[int]:
-    """List these devices times and over powers of STEP."""
-    counts = [devices]
-    while counts[0] % STEP == 0 and counts[0] // STEP >= least:
+def scaling(found: Search, batch_grows: bool) -> list[tuple[int, float]]:
+    """Predict tokens/s with more and fewer devices, up to 10^5: with as many samples, or as many for each device."""
+    counts = [found.devices]
+    while counts[0] % STEP == 0 and counts[0] // STEP >= found.machine.device.per_node:
         counts.insert(0, counts[0] // STEP)
     while counts[-1] * STEP <= FARTHEST:
         counts.append(counts[-1] * STEP)
-    return counts
+    points = []
+    for devices in counts:
+        batch, rest = divmod(found.global_batch * devices, found.devices) if batch_grows else (found.global_batch, 0)
+        predicted = _near(found, devices, batch, found.machine) if batch and not rest else None
+        if predicted:
+            points.append((devices, predicted.tokens_per_s))
+    return points
 
 
 def _near(found: Search, devices: int, global_batch: int, machine: Machine) -> Prediction | None:

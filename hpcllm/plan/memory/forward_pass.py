@@ -60,23 +60,21 @@ def block(ledger: Ledger, s: Sizes, graph: bool) -> None:
 
 
 def _attention(ledger: Ledger, s: Sizes, graph: bool) -> None:
-    q, k = s.queries, s.keys
-    norm(ledger, s, graph and not s.recomputes)
-    ledger.take(s.gathered, q, k, k)
-    ledger.drop(s.gathered)
-    if s.recomputes or not graph:
-        ledger.drop(s.residual)
-    keeps_core = graph and not s.recomputes
+    q, k, keeps = s.queries, s.keys, graph and not s.recomputes
+    _columns(ledger, s, keeps, q, k, k)
     left = core(ledger, s)
-    if not keeps_core:
-        ledger.drop(left)
+    ledger.drop(0 if keeps else left)
     _rows(ledger, s, q)
-    if not keeps_core:
-        ledger.drop(q)
+    ledger.drop(unkept(s) if keeps else q)
     if not graph:
         ledger.drop(q, k, k)
-    elif keeps_core:
-        ledger.drop(unkept(s))
+
+
+def _columns(ledger: Ledger, s: Sizes, keeps: bool, *outputs: int) -> None:
+    """Count a norm, and the layers that read its result, which may be kept."""
+    norm(ledger, s, keeps)
+    ledger.take(s.gathered, *outputs)
+    ledger.drop(s.gathered, 0 if keeps else s.residual)
 
 
 def core(ledger: Ledger, s: Sizes) -> int:
@@ -92,7 +90,7 @@ def core(ledger: Ledger, s: Sizes) -> int:
         if ordered:
             ledger.drop(q, k)
             left -= q + k
-    mask = _mask(s)
+    mask = s.item_bytes * s.sequence * s.sequence if 0 < s.model.window < s.sequence else 0
     if mask:
         ledger.take(8 * s.sequence * s.sequence, mask)
         ledger.drop(8 * s.sequence * s.sequence)
@@ -118,10 +116,6 @@ def _rotate(ledger: Ledger, s: Sizes, size: int) -> None:
         ledger.drop(wide)
 
 
-def _mask(s: Sizes) -> int:
-    return s.item_bytes * s.sequence * s.sequence if 0 < s.model.window < s.sequence else 0
-
-
 def _rows(ledger: Ledger, s: Sizes, inputs: int) -> None:
     """Count a layer whose input is split over tp: its result, on the residual stream."""
     strided = inputs if s.parts > 1 and inputs == s.queries and s.samples > 1 else 0
@@ -130,21 +124,14 @@ def _rows(ledger: Ledger, s: Sizes, inputs: int) -> None:
 
 
 def _feed_forward(ledger: Ledger, s: Sizes, graph: bool) -> None:
-    gated = s.model.activation == "swiglu"
-    norm(ledger, s, graph and not s.recomputes)
-    ledger.take(s.gathered, s.ffn, s.ffn * gated)
-    ledger.drop(s.gathered)
-    if s.recomputes or not graph:
-        ledger.drop(s.residual)
-    ledger.take(s.ffn, s.ffn * gated)
-    keeps_act = graph and not s.recomputes
-    if not keeps_act:
-        ledger.drop(s.ffn * gated)
+    gate, keeps = s.ffn * (s.model.activation == "swiglu"), graph and not s.recomputes
+    _columns(ledger, s, keeps, s.ffn, gate)
+    ledger.take(s.ffn, gate)
+    ledger.drop(0 if keeps else gate)
     _rows(ledger, s, s.ffn)
-    if not keeps_act:
-        ledger.drop(s.ffn)
+    ledger.drop(0 if keeps else s.ffn)
     if not graph:
-        ledger.drop(s.ffn, s.ffn * gated)
+        ledger.drop(s.ffn, gate)
 
 
 def norm(ledger: Ledger, s: Sizes, graph: bool) -> int:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
@@ -42,7 +42,7 @@ from hpcllm.plan.memory.backward_pass import backward, second_half
 from hpcllm.plan.memory.forward_pass import forward
 from hpcllm.plan.memory.peak_points import PassUses, layout_points, peak, points_of
 from hpcllm.plan.memory.sizes import RankMemory, Sizes, layout_sizes
-from hpcllm.plan.models import HALVED, Model, StageKind, spans_like, stage_spans
+from hpcllm.plan.models import HALVED, Model, spans_like, stage_spans
 from hpcllm.plan.resolve import layer_spans, recompute_levels
 from hpcllm.plan.run_config import config_of
 
@@ -64,7 +64,7 @@ def predict(config: Config, schedule: Schedule, pp_rank: int, tp_rank: int = 0) 
         for chunk, (each, stage) in enumerate(zip(sizes, stages, strict=True))
     ]
     activations = target_bytes(config) + peak(points_of(schedule, pp_rank), uses, sizes[0].residual)
-    return replace(between_passes(config, [spans[stage] for stage in stages], tp_rank), activations=activations)
+    return replace(between_passes(config, tuple(spans[stage] for stage in stages), tp_rank), activations=activations)
 
 
 def layout_memory(model: Model, layout: Layout, global_batch: int) -> tuple[RankMemory, ...]:
@@ -74,19 +74,10 @@ def layout_memory(model: Model, layout: Layout, global_batch: int) -> tuple[Rank
     shared = replace(config, data=DataConfig(), pipeline=PipelineConfig())  # all that states depend on
     found = []
     for kinds, different, points in layout_points(model, layout, config.pipeline.microbatches):
-        activations = target_bytes(config) + peak(points, [_uses(sizes, kind) for kind in different], sizes.residual)
-        found.append(replace(_between_passes(shared, kinds), activations=activations))
+        uses = [pass_uses(sizes, span) for kind in different for span in spans_like([kind])]
+        activations = target_bytes(config) + peak(points, uses, sizes.residual)
+        found.append(replace(between_passes(shared, spans_like(kinds)), activations=activations))
     return tuple(found)
-
-
-@lru_cache(maxsize=1 << 12)
-def _between_passes(config: Config, kinds: tuple[StageKind, ...]) -> RankMemory:
-    return between_passes(config, spans_like(kinds))
-
-
-@lru_cache(maxsize=1 << 12)
-def _uses(sizes: Sizes, kind: StageKind) -> PassUses:
-    return pass_uses(sizes, spans_like([kind])[0])
 
 
 def lower_bound(model: Model, layout: Layout, global_batch: int) -> float:
@@ -127,7 +118,8 @@ def _held_by_first_rank(layout: Layout, microbatches: int) -> int:
     return filling * layout.chunks
 
 
-def between_passes(config: Config, spans: Sequence[StageSpan], tp_rank: int = 0) -> RankMemory:
+@lru_cache(maxsize=1 << 12)
+def between_passes(config: Config, spans: tuple[StageSpan, ...], tp_rank: int = 0) -> RankMemory:
     """Predict all but activations, for ranks that have these parts of the model."""
     sizes = split_sizes(config.model, spans, config.mesh.tp, tp_rank)
     n, item_bytes = sum(sizes.values()), ITEM_BYTES[config.precision.compute]
@@ -169,6 +161,7 @@ def chunk_sizes(config: Config, level: str, tp_rank: int = 0) -> Sizes:
     )
 
 
+@lru_cache(maxsize=1 << 12)
 def pass_uses(sizes: Sizes, span: StageSpan) -> PassUses:
     """Count the passes of a microbatch through one chunk."""
     return PassUses(forward(sizes, span), backward(sizes, span), second_half(sizes, span))

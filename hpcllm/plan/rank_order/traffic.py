@@ -14,7 +14,6 @@ two-step sums of ranks that share a home send more. Left out: words of control, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +28,6 @@ from hpcllm.plan.memory.predict import ITEM_BYTES
 from hpcllm.plan.resolve import layer_spans, recompute_levels
 
 Bytes = NDArray[np.float64]
-Count = Callable[[Config, dict[str, int]], float]  # values of each parameter on a rank -> bytes
 Homes = NDArray[np.int64]  # (dp, pp, tp): node, or package, of the rank with these coordinates
 ALLREDUCE = 2  # in units of (k - 1) x size; an all-gather and a reduce-scatter are 1
 # over tp, in the same units of a microbatch's hidden states (model/linear.py): plain, sequence parallel
@@ -68,20 +66,16 @@ def step_traffic(config: Config, placement: Placement) -> Traffic:
     stages = [
         [spans[placement.stage(rank, chunk)] for chunk in range(placement.chunks)] for rank in range(placement.ranks)
     ]
+    tp = config.mesh.tp
+    sizes = [[split_sizes(config.model, mine, tp, tp_rank) for tp_rank in range(tp)] for mine in stages]
     return Traffic(
         over_dp={
-            "gradients": np.array([_of_tp_ranks(config, mine, _gradients) for mine in stages]),
-            "parameters": np.array([_of_tp_ranks(config, mine, _parameters) for mine in stages]),
+            "gradients": np.array([[_gradients(config, each) for each in of_tp] for of_tp in sizes]),
+            "parameters": np.array([[_parameters(config, each) for each in of_tp] for of_tp in sizes]),
         },
         over_tp={"tensor": _tensor(config, placement, spans)},
         between_stages=_messages(config, placement) | {"gradients": _tied(config, placement)},
     )
-
-
-def _of_tp_ranks(config: Config, spans: list[StageSpan], count: Count) -> list[float]:
-    return [
-        count(config, split_sizes(config.model, spans, config.mesh.tp, tp_rank)) for tp_rank in range(config.mesh.tp)
-    ]
 
 
 def _gradients(config: Config, sizes: dict[str, int]) -> float:
