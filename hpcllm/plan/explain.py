@@ -173,7 +173,9 @@ def _layer(kernel: Product, b: Microbatch) -> str:
 
 def lines(found: Prediction, tokens: float | None) -> list[str]:
     """Write the arithmetic for people."""
-    worked = arithmetic(found)
+    worked, cost = arithmetic(found), training_cost(found, tokens)
+    days = f"{cost.tokens:.4g} tokens / {found.tokens_per_s:,.0f} tokens/s = {cost.days:.4g} days"
+    hours = f"x 24 x {cost.nodes} nodes = {cost.node_hours:,.0f} node-hours"
     sections = [
         [*wrapped(f"{found.model.name} on {found.machine.name}: {layout_text(found.layout)}"), *_rank(worked)],
         _kernels(worked),
@@ -182,7 +184,7 @@ def lines(found: Prediction, tokens: float | None) -> list[str]:
         step_table(found),
         _work(found),
         [*memory_table(found), *wrapped(_kept(worked), verdict(found))],
-        wrapped(_training(found, tokens)),
+        wrapped(f"{days}; {hours}; x {found.machine.power.node_w / 1000:g} kW = {cost.energy_kwh:,.0f} kWh (estimate)"),
     ]
     return [line for section in sections for line in ("", *section)][1:]
 
@@ -286,13 +288,6 @@ def _kept(worked: Arithmetic) -> str:
         f"stage {stage.stage} keeps of each of its {n:,.0f} parameters {parts} = {stage.allocated_bytes / n:.4g} bytes "
         "(weight, gradient, optimizer)"
     )
-
-
-def _training(found: Prediction, tokens: float | None) -> str:
-    cost, power = training_cost(found, tokens), found.machine.power
-    days = f"{cost.tokens:.4g} tokens / {found.tokens_per_s:,.0f} tokens/s = {cost.days:.4g} days"
-    hours = f"x 24 x {cost.nodes} nodes = {cost.node_hours:,.0f} node-hours"
-    return f"{days}; {hours}; x {power.node_w / 1000:g} kW = {cost.energy_kwh:,.0f} kWh (estimate)"
 
 
 def _work(found: Prediction) -> list[str]:

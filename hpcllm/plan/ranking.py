@@ -161,19 +161,13 @@ def why(found: Search) -> str:
 
 def _against(best: Prediction, other: Prediction, name: str) -> str:
     gain = other.iteration_time_s / best.iteration_time_s - 1
-    differs = _differences(best.layout, other.layout)
+    pairs = {f.name: (getattr(best.layout, f.name), getattr(other.layout, f.name)) for f in fields(Layout)}
+    differs = ", ".join(f"{key}={mine} for {theirs}" for key, (mine, theirs) in pairs.items() if mine != theirs)
     if gain < 5e-4:
         return f"the first is as fast as {name} ({differs}) but simpler"
-    part = max(STEP_PARTS, key=lambda part: getattr(other, part) - getattr(best, part))
-    less_s = getattr(other, part) - getattr(best, part)
+    less_s, part = max((getattr(other, part) - getattr(best, part), part) for part in STEP_PARTS)
     what = STEP_PARTS[part][1]
     return f"the first is {gain:.1%} faster than {name} ({differs}), above all by {less_s:.3g} s less of {what}"
-
-
-def _differences(one: Layout, other: Layout) -> str:
-    """Write 'pp=8 for 4, dp=16 for 32'."""
-    changed = [f.name for f in fields(Layout) if getattr(one, f.name) != getattr(other, f.name)]
-    return ", ".join(f"{key}={getattr(one, key)} for {getattr(other, key)}" for key in changed)
 
 
 def _mesh(layout: Layout) -> tuple[int, int, int]:

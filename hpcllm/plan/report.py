@@ -135,7 +135,8 @@ def memory_table(found: Prediction) -> list[str]:
     """Write the GB of each stage's rank that holds most."""
     head = ["GB of a rank", *PARTS[:-1], "tensors", "reserved", "in all"]
     keys = (*PARTS[:-1], "peak_bytes", "reserved", "device_bytes")
-    alike = merged([_gb(getattr(stage, key)) for key in keys] for stage in found.memory)
+    sizes = ([getattr(stage, key) / 1e9 for key in keys] for stage in found.memory)
+    alike = merged([f"{gb:.2f}" if gb >= 1 else f"{gb:.3g}" for gb in each] for each in sizes)
     rows = [[f"stage{'s' * ('-' in numbers)} {numbers}", *cells] for numbers, *cells in alike]
     if len(rows) > MOST_STAGES:
         left = len(rows) - MOST_STAGES
@@ -174,10 +175,6 @@ def step_table(found: Prediction) -> list[str]:
     if found.dp_hidden_s:
         split.append(f"and {found.dp_hidden_s:.4g} s of data parallel traffic are hidden behind work")
     return split
-
-
-def _gb(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:.2f}" if size_bytes >= 1e9 else f"{size_bytes / 1e9:.3g}"
 
 
 def count_text(count: float) -> str:

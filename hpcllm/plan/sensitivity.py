@@ -35,7 +35,9 @@ def sensitivity(found: Search) -> tuple[Change, ...]:
     memory = _doubled(found.machine, "device", ("memory_gb", "usable_memory_gib"))
     roomier = _near(found, found.devices, found.global_batch, memory)
     changes = [("twice the devices", more), ("twice the memory a device", roomier)]
-    changes += [(words, _best_of(found, machine)) for words, machine in _faster(found.machine)]
+    for words, machine in _faster(found.machine):
+        rows = (predict(machine, found.model, row.layout, found.global_batch) for row in found.best[:ROWS])
+        changes.append((words, min(rows, key=lambda row: row.iteration_time_s)))
     best_s = found.best[0].iteration_time_s
     return tuple(Change(words, one, max(1.0, best_s / one.iteration_time_s)) for words, one in changes if one)
 
@@ -68,11 +70,6 @@ def _near(found: Search, devices: int, global_batch: int, machine: Machine) -> P
     )
     best = search(machine, found.model, devices, global_batch, top=1, constraints=limits).best
     return best[0] if best else None
-
-
-def _best_of(found: Search, machine: Machine) -> Prediction:
-    rows = (predict(machine, found.model, row.layout, found.global_batch) for row in found.best[:ROWS])
-    return min(rows, key=lambda row: row.iteration_time_s)
 
 
 def _faster(machine: Machine) -> list[tuple[str, Machine]]:

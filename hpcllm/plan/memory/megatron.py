@@ -39,6 +39,7 @@ from hpcllm.plan.memory.peak_points import PassUses, layout_points, peak
 from hpcllm.plan.memory.sizes import RankMemory, Sizes, Use, layout_sizes
 from hpcllm.plan.models import HALVED, Model, StageKind, held_parameters
 
+FLASH = ("flash", "flash1")  # kinds of attention whose scores never leave the chip
 BUCKET = 5e8  # elements of DeepSpeed's buckets of gradients and weights, unless told otherwise
 
 
@@ -152,29 +153,24 @@ def _feed_forward_kept(s: Sizes, layout: Layout) -> int:
     return _norm_kept(s, layout) + s.residual + inner + _mask(s, layout)
 
 
-def _scores(s: Sizes) -> int:
-    """Return the number of attention scores of a rank."""
-    return s.samples * s.model.heads * s.sequence * s.sequence // s.tp
-
-
 def _scores_kept(s: Sizes, layout: Layout) -> int:
-    if layout.attention in ("flash", "flash1"):
+    if layout.attention in FLASH:
         return s.log_sums
     float32 = 4 if layout.attention == "unfused" else 0  # the softmax itself, of which a copy goes on
-    return _scores(s) * (2 * s.item_bytes + 1 + float32)
+    return s.scores * (2 * s.item_bytes + 1 + float32)
 
 
 def _scores_at_work(s: Sizes, layout: Layout) -> int:
     """Return the bytes of gradients in attention: queries (flash: summed in float32), keys, values; scores, twice."""
-    if layout.attention in ("flash", "flash1"):
+    if layout.attention in FLASH:
         return s.queries + s.as_float32(s.queries) + 2 * s.keys
     float32 = 4 if layout.attention == "unfused" else 0
-    return 2 * _scores(s) * (s.item_bytes + float32)
+    return 2 * s.scores * (s.item_bytes + float32)
 
 
 def _forward_temporary(s: Sizes, layout: Layout) -> int:
     """Return the bytes of scores before the softmax, and of what is not kept of a layer that is recomputed later."""
-    scores = 0 if layout.attention in ("flash", "flash1") else _scores(s) * s.item_bytes
+    scores = 0 if layout.attention in FLASH else s.scores * s.item_bytes
     if layout.recompute == "full":
         return s.gathered + 2 * s.residual + max(2 * s.ffn, 2 * s.queries + 2 * s.keys + 2 * scores)
     return s.gathered + scores

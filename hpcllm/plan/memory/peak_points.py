@@ -12,6 +12,7 @@ as one of a few more than its ranks, but for gpipe. Pure.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -70,10 +71,7 @@ def peak(points: Iterable[PeakPoint], chunks: Sequence[PassUses], message_bytes:
     largest = 0
     for point in points:
         size = point.messages * message_bytes + chunks[point.chunk].of(point.op).peak
-        for net, count in zip(held, point.held, strict=True):
-            size += net * count
-        for net, count in zip(halves, point.halves, strict=True):
-            size += net * count
+        size += sum(map(operator.mul, held, point.held)) + sum(map(operator.mul, halves, point.halves))
         largest = max(largest, size)
     return largest
 
@@ -145,13 +143,14 @@ def _walk(schedule: Schedule, rank: int) -> Iterable[PeakPoint]:
         messages.before(action)
         if action.op in COMPUTE:
             yield PeakPoint(action.op, action.chunk, tuple(held), tuple(halves), messages.count)
-            held[action.chunk] += _HELD[action.op]
-            halves[action.chunk] += _HALVES[action.op]
+            more_held, more_halves = _ADDED[action.op]
+            held[action.chunk] += more_held
+            halves[action.chunk] += more_halves
         messages.after(action)
 
 
-_HELD = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.BACKWARD_INPUT: 0, Op.BACKWARD_WEIGHT: -1}
-_HALVES = {Op.FORWARD: 0, Op.BACKWARD: 0, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: -1}
+# what a pass adds to the microbatches held, and to those that are half gone back
+_ADDED = {Op.FORWARD: (1, 0), Op.BACKWARD: (-1, 0), Op.BACKWARD_INPUT: (0, 1), Op.BACKWARD_WEIGHT: (-1, -1)}
 
 
 @dataclass
@@ -193,9 +192,8 @@ class _Messages:
 
     def _release(self, receive: Op, action: Action) -> None:
         """Free the memory that a pass read from: a receive buffer, or a tensor of another chunk of this rank."""
-        other = Action(receive, action.microbatch, action.chunk)
-        peer, _ = other_end(self.schedule.placement, self.rank, other)
-        if peer == self.rank:
+        made_by = Action(receive, action.microbatch, action.chunk)
+        if other_end(self.schedule.placement, self.rank, made_by)[0] == self.rank:
             self.here -= 1
         else:
             self.taken -= 1

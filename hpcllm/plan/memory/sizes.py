@@ -128,6 +128,11 @@ class Sizes:
         """Bytes that attention keeps of its scores: a float32 for each query."""
         return 4 * self.tokens * self.model.heads // self.tp
 
+    @property
+    def scores(self) -> int:
+        """Number of attention scores of this rank."""
+        return self.samples * self.model.heads * self.sequence * self.sequence // self.tp
+
     def channels(self, channels: int) -> int:
         """Return the bytes of a tensor of so many channels a token."""
         return self.tokens * channels * self.item_bytes

@@ -45,6 +45,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -142,10 +143,10 @@ def best_order(traffic: Traffic, slots: Slots, shape: Triple, order: str) -> Can
     """Search the best order; the given one if nothing is better."""
     starts = [given_order(traffic, slots, shape, each) for each in (order, *ORDERS)]
     blocks = (Candidate(places, cost(traffic, places, slots, shape)) for places in _in_blocks(slots, shape))
-    found = min(itertools.chain(starts, blocks), key=_cost)  # the first of those that are as good
+    found = min(itertools.chain(starts, blocks), key=attrgetter("cost"))  # the first of those that are as good
     if slots.ranks <= MOST_EXCHANGED:
         different = {start.cost: start for start in (found, *starts)}.values()
-        found = min([found, *(_exchanged(traffic, slots, shape, start) for start in different)], key=_cost)
+        found = min([found, *(_exchanged(traffic, slots, shape, start) for start in different)], key=attrgetter("cost"))
     return found
 
 
@@ -184,14 +185,10 @@ def _exchanged(traffic: Traffic, slots: Slots, shape: Triple, found: Candidate) 
         return Candidate(changed, cost(traffic, changed, slots, shape))
 
     while True:
-        other = min(map(exchanged, apart), default=found, key=_cost)
+        other = min(map(exchanged, apart), default=found, key=attrgetter("cost"))
         if not other.cost < found.cost:
             return found
         found = other
-
-
-def _cost(found: Candidate) -> Cost:
-    return found.cost
 
 
 def rank_lists(slots: Slots) -> dict[str, list[int]]:
