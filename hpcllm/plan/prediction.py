@@ -35,7 +35,7 @@ from hpcllm.plan.models import (
 from hpcllm.plan.run_config import check_fit
 from hpcllm.plan.time.network import Network
 from hpcllm.plan.time.passes import Passes, ends_s, exchange, hideable_s, optimizer_s, passes
-from hpcllm.plan.time.timeline import Finish, StageTimes, run
+from hpcllm.plan.time.timeline import StageTimes, run
 from hpcllm.plan.time.topology import Way
 
 ROUNDING = 1e-9  # share of a step: rounding error of sums of many terms
@@ -185,10 +185,10 @@ class Step:
     def predict(self) -> Prediction:
         """Run the schedule without messages and with them."""
         without, with_messages = self._run([_times(one, 0.0, 0.0) for one in self.passes]), self._run(self.times)
-        ends = [rank.step_s(end_s) for end_s, rank in zip(with_messages.end_s, self.ranks, strict=True)]
+        ends = [rank.step_s(end_s) for end_s, rank in zip(with_messages, self.ranks, strict=True)]
         last = max(range(len(ends)), key=ends.__getitem__)
-        rank, end_s = self.ranks[last], with_messages.end_s[last]
-        idle_s, hidden_s = without.end_s[last] - rank.compute_s - rank.tp_s, rank.hidden_s(end_s)
+        rank, end_s = self.ranks[last], with_messages[last]
+        idle_s, hidden_s = without[last] - rank.compute_s - rank.tp_s, rank.hidden_s(end_s)
         return Prediction(
             machine=self.machine,
             model=self.model,
@@ -197,7 +197,7 @@ class Step:
             iteration_time_s=ends[last],
             compute_s=rank.compute_s,
             tp_s=rank.tp_s,
-            pp_s=max(0.0, end_s - without.end_s[last]),
+            pp_s=max(0.0, end_s - without[last]),
             bubble_s=idle_s if idle_s > ROUNDING * ends[last] else 0.0,
             dp_exposed_s=rank.exchanged_s - hidden_s,
             dp_hidden_s=hidden_s,
@@ -207,7 +207,7 @@ class Step:
             slowest=last,
         )
 
-    def _run(self, times: list[StageTimes]) -> Finish:
+    def _run(self, times: list[StageTimes]) -> list[float]:
         layout = self.layout
         return run(layout.schedule, layout.pp, layout.chunks, self.microbatches, times, layout.trainer != "hpcllm")
 

@@ -17,40 +17,31 @@ from __future__ import annotations
 import dataclasses
 
 from hpcllm.config.policies import TRAFFIC
-from hpcllm.config.schema import (
-    CommunicationConfig,
-    Config,
-    DataConfig,
-    MeshConfig,
-    OptimizerConfig,
-    PipelineConfig,
-    PrecisionConfig,
-    check_together,
-)
+from hpcllm.config.schema import Config, DataConfig, check_together
 from hpcllm.errors import ConfigError
 from hpcllm.pipeline.schedules import make_placement
 from hpcllm.plan.layouts import Layout
 from hpcllm.plan.models import Model
 from hpcllm.plan.resolve import check_layout, check_vocabulary, layer_spans
 
-MESH = ("dp", "pp", "tp", "order", "sequence_parallel")  # keys that a layout has under the names of [mesh]
+KEYS = {  # table of a run file -> key of a layout -> its name in the table
+    "mesh": {key: key for key in ("dp", "pp", "tp", "order", "sequence_parallel")},
+    "pipeline": {"schedule": "schedule", "chunks": "chunks", "recompute": "recompute"},
+    "optimizer": {"shard": "shard"},
+    "precision": {"precision": "compute"},
+    "communication": {"policy": "policy"},
+}
 OURS_ALONE = {"attention": "flash", "norm": "usual", "gradient_bytes": 0}  # keys of which our trainer has one value
 
 
 def config_of(model: Model, layout: Layout, global_batch: int) -> Config:
     """Make the run file of a layout, all filled in. Raises ConfigError where its keys do not fit together."""
-    config = Config(
-        model=model.shape,
-        data=DataConfig(sequence_length=model.sequence, global_batch=global_batch),
-        mesh=MeshConfig(**{key: getattr(layout, key) for key in MESH}),
-        pipeline=PipelineConfig(
-            microbatches=layout.microbatches(global_batch),
-            **{key: getattr(layout, key) for key in ("schedule", "chunks", "recompute")},
-        ),
-        optimizer=OptimizerConfig(shard=layout.shard),
-        precision=PrecisionConfig(compute=layout.precision),
-        communication=CommunicationConfig(policy=layout.policy),  # type: ignore[arg-type]
-    )
+    config, values = Config(), {"pipeline": {"microbatches": layout.microbatches(global_batch)}}
+    for title, keys in KEYS.items():
+        values.setdefault(title, {}).update({name: getattr(layout, key) for key, name in keys.items()})
+    parts = {title: dataclasses.replace(getattr(config, title), **table) for title, table in values.items()}
+    data = DataConfig(sequence_length=model.sequence, global_batch=global_batch)
+    config = dataclasses.replace(config, model=model.shape, data=data, **parts)
     check_together(config)
     return config
 
@@ -68,18 +59,10 @@ def layout_of(config: Config, chunks: int) -> tuple[Model, Layout]:
     for what, is_so in mixed.items():
         if is_so:
             raise ConfigError(f"the planner has no word for {what}")
-    mesh, data = config.mesh, config.data
-    layout = Layout(
-        **{key: getattr(mesh, key) for key in MESH},
-        micro_batch=data.global_batch // mesh.dp // pipeline.microbatches,
-        chunks=chunks,
-        schedule=pipeline.schedule,  # type: ignore[arg-type]
-        recompute=words.pop(),  # type: ignore[arg-type]
-        shard=config.optimizer.shard,
-        precision=config.precision.compute,
-        policy=config.communication.policy,
-    )
-    return Model(config.model.preset, config.model, data.sequence_length), layout
+    values = {key: getattr(getattr(config, title), name) for title, keys in KEYS.items() for key, name in keys.items()}
+    micro_batch = config.data.global_batch // config.mesh.dp // pipeline.microbatches
+    layout = Layout(**values | {"chunks": chunks, "recompute": words.pop(), "micro_batch": micro_batch})
+    return Model(config.model.preset, config.model, config.data.sequence_length), layout
 
 
 def check_fit(model: Model, layout: Layout, global_batch: int) -> None:

@@ -48,32 +48,20 @@ class StageTimes:
     send_backward_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Finish:
-    """Times at which pipeline ranks have done their passes, and how long they worked, messages included if blocking."""
-
-    end_s: tuple[float, ...]
-    busy_s: tuple[float, ...]
-
-    def further(self, before: Finish, turns: float) -> Finish:
-        """Add so many more turns, each of which adds what the last one added to `before`."""
-        pairs = ((self.end_s, before.end_s), (self.busy_s, before.busy_s))
-        return Finish(*(tuple(b + turns * (b - a) for b, a in zip(now, then, strict=True)) for now, then in pairs))
-
-
 def run(
     schedule: str, ranks: int, chunks: int, microbatches: int, times: Sequence[StageTimes], blocking: bool
-) -> Finish:
-    """Run the passes of one step. times: of each virtual stage, ranks x chunks.
+) -> list[float]:
+    """Run the passes of one step; return when each pipeline rank has done its own. times: of each virtual stage.
 
     blocking: a rank does nothing else while it sends; else a message only delays who waits for it. Raises
     ScheduleError if the schedule does not exist in this shape.
     """
     few = _few(schedule, ranks, chunks, microbatches)
-    finish = _run(schedule, ranks, chunks, few, times, blocking)
+    ends = _run(schedule, ranks, chunks, few, times, blocking)
     if few == microbatches:
-        return finish
-    return finish.further(_run(schedule, ranks, chunks, few - ranks, times, blocking), (microbatches - few) / ranks)
+        return ends
+    before, turns = _run(schedule, ranks, chunks, few - ranks, times, blocking), (microbatches - few) / ranks
+    return [now + turns * (now - then) for now, then in zip(ends, before, strict=True)]
 
 
 def _few(schedule: str, ranks: int, chunks: int, microbatches: int) -> int:
@@ -92,15 +80,14 @@ def work_in_order(schedule: str, ranks: int, chunks: int, microbatches: int) -> 
 
 def _run(
     schedule: str, ranks: int, chunks: int, microbatches: int, times: Sequence[StageTimes], blocking: bool
-) -> Finish:
+) -> list[float]:
     placement, order = work_in_order(schedule, ranks, chunks, microbatches)
     durations = {placement.home(stage): _durations(each, blocking) for stage, each in enumerate(times)}
     send_s = 0.0 if blocking else max(max(each.send_forward_s, each.send_backward_s) for each in times)
-    end, busy = [0.0] * ranks, [0.0] * ranks
+    ends = [0.0] * ranks
     for done in clock(order, lambda rank, action: durations[rank, action.chunk][action.op], send_s):
-        end[done.rank] = done.end
-        busy[done.rank] += done.end - done.start
-    return Finish(tuple(end), tuple(busy))
+        ends[done.rank] = done.end
+    return ends
 
 
 def _durations(times: StageTimes, blocking: bool) -> dict[Op, float]:

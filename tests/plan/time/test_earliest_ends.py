@@ -29,7 +29,7 @@ def steps(draw, alike=False, messages=(0.0, 0.1, 2.0)):
 @given(steps())
 def test_no_rank_ends_before_its_bound(step):
     name, ranks, chunks, microbatches, times = step
-    ends = run(name, ranks, chunks, microbatches, times, blocking=False).end_s
+    ends = run(name, ranks, chunks, microbatches, times, blocking=False)
     bounds = earliest_ends(name, make_placement(name, ranks, microbatches, chunks), microbatches, times)
     assert len(bounds) == ranks
     for bound_s, end_s in zip(bounds, ends, strict=True):
@@ -41,7 +41,7 @@ def test_no_rank_ends_before_its_bound(step):
 def test_exact_where_stages_are_alike(step):
     name, ranks, _, microbatches, times = step
     if name in ("1f1b", "gpipe"):
-        ends = run(name, ranks, 1, microbatches, times, blocking=False).end_s
+        ends = run(name, ranks, 1, microbatches, times, blocking=False)
         bounds = earliest_ends(name, make_placement(name, ranks, microbatches), microbatches, times)
         assert max(bounds) == pytest.approx(max(ends))
 
