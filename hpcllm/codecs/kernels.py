@@ -19,7 +19,7 @@ import shutil
 import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, wraps
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -95,16 +95,31 @@ def _can_write(folder: str) -> bool:
     return os.access(folder, os.W_OK | os.X_OK)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def float_of(typing_context: Any, bits: Any) -> Any:  # noqa: ARG001
-    """Reinterpret 32 bits as a float32."""
-    return types.float32(types.uint32), lambda _context, builder, _signature, args: builder.bitcast(args[0], FLOAT)
+def instruction(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function for kernels, of these types, out of one that builds its code with llvmlite's builder."""
+
+    def decorate(build: Callable[..., Any]) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            value = build(builder, *values)
+            return context.get_dummy_value() if result == types.void else value
+
+        @wraps(build)  # numba asks how many arguments there are
+        def typed(_context: Any, *_types: Any) -> Any:
+            return result(*arguments), generate
+
+        return intrinsic(typed)
+
+    return decorate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def bits_of(typing_context: Any, value: Any) -> Any:  # noqa: ARG001
-    """Reinterpret a float32 as its 32 bits."""
-    return types.uint32(types.float32), lambda _context, builder, _signature, args: builder.bitcast(args[0], INT32)
+NO = ir.Constant(ir.IntType(1), 0)
+word_instruction = instruction(types.uint64, types.uint64)
+float_of = instruction(types.float32, types.uint32)(lambda builder, bits: builder.bitcast(bits, FLOAT))
+bits_of = instruction(types.uint32, types.float32)(lambda builder, value: builder.bitcast(value, INT32))
+first_one = word_instruction(lambda builder, bits: builder.cttz(bits, NO))  # index of the lowest set bit, or 64
+count_ones = word_instruction(lambda builder, bits: builder.ctpop(bits))
+leading_zeros = word_instruction(lambda builder, bits: builder.ctlz(bits, NO))  # above the highest set bit, or 64
+reverse_bytes = word_instruction(lambda builder, bits: builder.bswap(bits))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -144,34 +159,6 @@ def _bf16_bits(builder: Any, value: Any) -> Any:
     return builder.select(builder.fcmp_unordered("uno", value, value), quiet_nan, rounded)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def first_one(typing_context: Any, bits: Any) -> Any:  # noqa: ARG001
-    """Index of the lowest set bit of 64; 64 if there is none."""
-    return types.uint64(types.uint64), lambda _context, builder, _signature, args: builder.cttz(
-        args[0], ir.Constant(ir.IntType(1), 0)
-    )
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def count_ones(typing_context: Any, bits: Any) -> Any:  # noqa: ARG001
-    """Number of set bits of 64."""
-    return types.uint64(types.uint64), lambda _context, builder, _signature, args: builder.ctpop(args[0])
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def leading_zeros(typing_context: Any, bits: Any) -> Any:  # noqa: ARG001
-    """Number of zeros above the highest set bit of 64; 64 if there is none."""
-    return types.uint64(types.uint64), lambda _context, builder, _signature, args: builder.ctlz(
-        args[0], ir.Constant(ir.IntType(1), 0)
-    )
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def reverse_bytes(typing_context: Any, bits: Any) -> Any:  # noqa: ARG001
-    """Reverse the order of the eight bytes of 64 bits."""
-    return types.uint64(types.uint64), lambda _context, builder, _signature, args: builder.bswap(args[0])
-
-
 @kernel
 def transpose_bits(bytes8: NDArray[np.uint64]) -> None:
     """Exchange bit j of byte i and bit i of byte j in each word of eight bytes, in place."""
@@ -194,14 +181,14 @@ def copy_bytes(data: NDArray[np.uint8], out: NDArray[np.uint8]) -> int:
 
 
 @kernel
-def put_floats(values: NDArray[Any], add: bool, out: NDArray[np.float32]) -> None:
-    """Write the first values as float32 to `out`, or add them to it."""
+def put_floats(values: NDArray[Any], add: bool, out: NDArray[Any]) -> None:
+    """Write the first values to `out`, in its type, or add them to it."""
     if add:
         for i in range(len(out)):
             out[i] += widened(values[i])
     else:
         for i in range(len(out)):
-            out[i] = widened(values[i])
+            out[i] = narrowed(widened(values[i]), out[i])
 
 
 def run_in_threads(job: Callable[[int, int], T], count: int, least: int) -> list[T]:

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpcllm.codecs.kernels import array_of, bits_of, copy_bytes, float_of, kernel, narrowed, run_in_threads, widened
+from hpcllm.codecs.kernels import array_of, bits_of, copy_bytes, float_of, kernel, put_floats, run_in_threads
 from hpcllm.codecs.zfp_planes import cut, decode_planes, encode_planes, shift_left, shift_right
 from hpcllm.errors import CodecError
 
@@ -103,12 +103,14 @@ class Zfp(ZfpLayout):
         return data
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        self.check_length(data, out)
-        self._run(lambda part, code: decode_chunks(code, 4 * self.rate, part), data, out)
+        self._decode(data, out, add=False)
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        self._decode(data, out, add=True)
+
+    def _decode(self, data: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         self.check_length(data, out)
-        self._run(lambda part, code: decode_add_chunks(code, 4 * self.rate, part), data, out)
+        self._run(lambda part, code: decode_chunks(code, 4 * self.rate, add, part), data, out)
 
     def _run(self, job: Callable[..., None], data: torch.Tensor, values: torch.Tensor) -> None:
         """Run job(values, bytes) over parts of whole chunks, one for each thread."""
@@ -142,40 +144,22 @@ def encode_chunks(values: NDArray[Any], block_bits: int, out: Bytes) -> None:
 
 
 @kernel
-def decode_chunks(data: Bytes, block_bits: int, out: NDArray[Any]) -> None:
-    memory, chunk_bytes = chunk_memory(), BLOCKS * block_bits // 8
+def decode_chunks(data: Bytes, block_bits: int, add: bool, out: NDArray[Any]) -> None:
+    (floats, headers, bottoms, tops, words), chunk_bytes = chunk_memory(), BLOCKS * block_bits // 8
     for chunk in range((len(out) + CHUNK - 1) // CHUNK):
         part = out[chunk * CHUNK : (chunk + 1) * CHUNK]
-        floats = decode_chunk(data[chunk * chunk_bytes :][:chunk_bytes], block_bits, (len(part) + 3) // 4, memory)
-        for i in range(len(part)):
-            part[i] = narrowed(floats[i], part[i])
-
-
-@kernel
-def decode_add_chunks(data: Bytes, block_bits: int, out: Floats) -> None:
-    memory, chunk_bytes = chunk_memory(), BLOCKS * block_bits // 8
-    for chunk in range((len(out) + CHUNK - 1) // CHUNK):
-        part = out[chunk * CHUNK : (chunk + 1) * CHUNK]
-        floats = decode_chunk(data[chunk * chunk_bytes :][:chunk_bytes], block_bits, (len(part) + 3) // 4, memory)
-        for i in range(len(part)):
-            part[i] += floats[i]
-
-
-@kernel
-def decode_chunk(data: Bytes, block_bits: int, blocks: int, memory: Any) -> Any:
-    floats, headers, bottoms, tops, words = memory
-    copy_bytes(data, words.view(np.uint8))
-    read_blocks(words, np.uint64(block_bits), blocks, headers, bottoms, tops)
-    join(headers, bottoms, tops, blocks, floats)
-    return floats
+        blocks = (len(part) + 3) // 4
+        copy_bytes(data[chunk * chunk_bytes :][:chunk_bytes], words.view(np.uint8))
+        read_blocks(words, np.uint64(block_bits), blocks, headers, bottoms, tops)
+        join(headers, bottoms, tops, blocks, floats)
+        put_floats(floats, add, part)
 
 
 @kernel
 def load(values: NDArray[Any], floats: Floats) -> None:
     """Load values as float32; the last block is padded as by zfp: a -> aaaa, ab -> abba, abc -> abca."""
     n = len(values)
-    for i in range(n):
-        floats[i] = widened(values[i])
+    put_floats(values, False, floats[:n])
     if n % 4:
         block = floats[n // 4 * 4 :]
         if n % 4 == 1:
@@ -208,12 +192,9 @@ def split(floats: Floats, blocks: int, headers: Fields, bottoms: Longs, tops: Lo
 def join(headers: Fields, bottoms: Longs, tops: Longs, blocks: int, floats: Floats) -> None:
     for b in range(blocks):
         scale, bottom, top = scale_of(headers[b]), bottoms[b], tops[b]
-        i, j = collect(bottom, top), collect(bottom >> np.uint64(1), top >> np.uint64(1))
-        k, m = (
-            collect(bottom >> np.uint64(2), top >> np.uint64(2)),
-            collect(bottom >> np.uint64(3), top >> np.uint64(3)),
+        i, j, k, m = unlift(
+            collect(bottom, top, 0), collect(bottom, top, 1), collect(bottom, top, 2), collect(bottom, top, 3)
         )
-        i, j, k, m = unlift(i, j, k, m)
         floats[4 * b], floats[4 * b + 1] = np.float32(i) * scale, np.float32(j) * scale
         floats[4 * b + 2], floats[4 * b + 3] = np.float32(k) * scale, np.float32(m) * scale
 
@@ -319,9 +300,10 @@ def gather(x: Any) -> Any:
 
 
 @kernel
-def collect(bottom: Any, top: Any) -> Any:
-    """Return a coefficient: every fourth bit, out of negabinary."""
-    digits = np.uint32(gather(bottom) | gather(top) << np.uint32(16))
+def collect(bottom: Any, top: Any, place: int) -> Any:
+    """Return a coefficient: every fourth bit from `place` on, out of negabinary."""
+    by = np.uint64(place)
+    digits = np.uint32(gather(bottom >> by) | gather(top >> by) << np.uint32(16))
     return np.int32(np.uint32(np.uint32(digits ^ NEGABINARY) - NEGABINARY))
 
 

@@ -17,12 +17,12 @@ import torch
 from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from hpcllm.codecs.kernels import kernel, narrowed, widened
+from hpcllm.codecs.kernels import instruction, kernel, put_floats
 
 CACHE_LINE_BYTES = 64
+LINE = ir.VectorType(ir.IntType(32), 16)
 BLOCK = 2048  # fp32 values: 8 KiB, a quarter of a first-level cache
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}  # bytes are moved, not added up
 FLOAT32, BFLOAT16 = 0, 1
@@ -31,67 +31,40 @@ RANK_BYTES = 128  # for each rank: a cache line of counters, another of what it 
 ENTERED, BETWEEN, LEFT, FILLED, REDUCED, COLLECTED, RELAYED = range(7)  # the counters; they only ever grow
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _pointer(typing_context: Any, address: Any) -> Any:  # noqa: ARG001
-    return types.voidptr(types.uint64), lambda _context, builder, _signature, args: builder.inttoptr(
-        args[0], cgutils.voidptr_t
-    )
+@instruction(types.voidptr, types.uint64)
+def _pointer(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, cgutils.voidptr_t)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _load_acquire(typing_context: Any, address: Any) -> Any:  # noqa: ARG001
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.load_atomic(pointer, "acquire", 8)
-
-    return types.uint64(types.uint64), generate
+@instruction(types.uint64, types.uint64)
+def _load_acquire(builder: Any, address: Any) -> Any:
+    return builder.load_atomic(builder.inttoptr(address, ir.IntType(64).as_pointer()), "acquire", 8)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _store_release(typing_context: Any, address: Any, value: Any) -> Any:  # noqa: ARG001
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        builder.store_atomic(args[1], pointer, "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64), generate
+@instruction(types.void, types.uint64, types.uint64)
+def _store_release(builder: Any, address: Any, value: Any) -> None:
+    builder.store_atomic(value, builder.inttoptr(address, ir.IntType(64).as_pointer()), "release", 8)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _copy(typing_context: Any, target: Any, source: Any, size_bytes: Any) -> Any:  # noqa: ARG001
+@instruction(types.void, types.uint64, types.uint64, types.uint64)
+def _copy(builder: Any, target: Any, source: Any, size_bytes: Any) -> None:
     """memcpy: the C library's is the fastest for every length."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        target, source = (builder.inttoptr(address, cgutils.voidptr_t) for address in args[:2])
-        cgutils.raw_memcpy(builder, target, source, args[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64, types.uint64), generate
+    target, source = (builder.inttoptr(address, cgutils.voidptr_t) for address in (target, source))
+    cgutils.raw_memcpy(builder, target, source, size_bytes, 1)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _stream_line(typing_context: Any, target: Any, source: Any) -> Any:  # noqa: ARG001
+@instruction(types.void, types.uint64, types.uint64)
+def _stream_line(builder: Any, target: Any, source: Any) -> None:
     """One line of 64 bytes, past the caches."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        line = ir.VectorType(ir.IntType(32), 16).as_pointer()
-        target, source = (builder.inttoptr(address, line) for address in args)
-        store = builder.store(builder.load(source, align=1), target, align=64)
-        store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64), generate
+    target, source = (builder.inttoptr(address, LINE.as_pointer()) for address in (target, source))
+    store = builder.store(builder.load(source, align=1), target, align=64)
+    store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _fence(typing_context: Any) -> Any:  # noqa: ARG001
+@instruction(types.void)
+def _fence(builder: Any) -> None:
     """A release store does not wait for streamed lines; this does."""
-
-    def generate(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    builder.fence("seq_cst")
 
 
 @kernel
@@ -184,50 +157,25 @@ def hand(target: int, source: int, size_bytes: int, far: bool) -> None:
 @kernel
 def sum_rows(kind: int, sources: NDArray[np.uint64], targets: NDArray[np.uint64], offset: int, n: int) -> None:
     """n values at each source address + offset bytes, added in order in fp32 -> every target address + offset."""
+    if kind == FLOAT32:
+        _sum_rows(np.float32, 4, sources, targets, offset, n)
+    elif kind == BFLOAT16:
+        _sum_rows(np.uint16, 2, sources, targets, offset, n)
+    else:
+        _sum_rows(np.int16, 2, sources, targets, offset, n)
+
+
+@kernel
+def _sum_rows(
+    dtype: Any, width: int, sources: NDArray[np.uint64], targets: NDArray[np.uint64], offset: int, n: int
+) -> None:
     block = np.empty(BLOCK, dtype=np.float32)
-    width = 4 if kind == FLOAT32 else 2
     for start in range(0, n, BLOCK):
         count, at = min(BLOCK, n - start), np.uint64(offset + start * width)
         for source in range(sources.size):
-            _add(kind, sources[source] + at, block, count, source == 0)
+            put_floats(carray(_pointer(sources[source] + at), count, dtype), source > 0, block[:count])
         for target in range(targets.size):
-            _store(kind, targets[target] + at, block, count)
-
-
-@kernel
-def _add(kind: int, address: int, block: NDArray[np.float32], count: int, first: bool) -> None:
-    if kind == FLOAT32:
-        _add_values(carray(_pointer(np.uint64(address)), count, np.float32), block, first)
-    elif kind == BFLOAT16:
-        _add_values(carray(_pointer(np.uint64(address)), count, np.uint16), block, first)
-    else:
-        _add_values(carray(_pointer(np.uint64(address)), count, np.int16), block, first)
-
-
-@kernel
-def _add_values(values: NDArray[Any], block: NDArray[np.float32], first: bool) -> None:
-    if first:
-        for i in range(values.size):
-            block[i] = widened(values[i])
-    else:
-        for i in range(values.size):
-            block[i] += widened(values[i])
-
-
-@kernel
-def _store(kind: int, address: int, block: NDArray[np.float32], count: int) -> None:
-    if kind == FLOAT32:
-        _store_values(block, carray(_pointer(np.uint64(address)), count, np.float32))
-    elif kind == BFLOAT16:
-        _store_values(block, carray(_pointer(np.uint64(address)), count, np.uint16))
-    else:
-        _store_values(block, carray(_pointer(np.uint64(address)), count, np.int16))
-
-
-@kernel
-def _store_values(block: NDArray[np.float32], values: NDArray[Any]) -> None:
-    for i in range(values.size):
-        values[i] = narrowed(block[i], values[i])
+            put_floats(block, False, carray(_pointer(targets[target] + at), count, dtype))
 
 
 # ---- arrays of ordinary memory through a window of bounded size: reduce-scatter, all-gather or both
