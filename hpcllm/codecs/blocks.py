@@ -45,10 +45,9 @@ class Format:
     code_bits: int
     largest: float  # code
     error: Callable[[Doubles], Doubles]  # |value| / scale -> largest error of its code in exact arithmetic
-    encode: Callable[..., None]
-    decode: Callable[..., None]
-    decode_add: Callable[..., None]
-    stochastic: bool = False  # encode takes two more: the key, the index of the first value in the whole array
+    encode: Callable[..., None]  # and stochastic, the key, the index of the first value in the whole array
+    decode: Callable[..., None]  # and: add to the values?
+    stochastic: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class BlockCodec(BlockLayout):
         array, codes, scales = array_of(values), *self._parts(data.numpy(), n)
 
         def job(start: int, end: int, code: slice, block: slice) -> None:
-            random = (np.uint64(self.key & WORD), np.uint64(index + start)) if self.format.stochastic else ()
+            random = self.format.stochastic, np.uint64(self.key & WORD), np.uint64(index + start)
             self.format.encode(array[start:end], codes[code], scales[block], self.block, *random)
 
         self._run(job, n)
@@ -115,18 +114,18 @@ class BlockCodec(BlockLayout):
         return data
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        self._decode(self.format.decode, data, out)
+        self._decode(data, out, add=False)
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        self._decode(self.format.decode_add, data, out)
+        self._decode(data, out, add=True)
 
-    def _decode(self, kernel: Callable[..., None], data: torch.Tensor, out: torch.Tensor) -> None:
+    def _decode(self, data: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         n = out.numel()
         self.check_size(data, n)
         array, codes, scales = array_of(out), *self._parts(data.numpy(), n)
 
         def job(start: int, end: int, code: slice, block: slice) -> None:
-            kernel(array[start:end], codes[code], scales[block], self.block)
+            self.format.decode(array[start:end], codes[code], scales[block], self.block, add)
 
         self._run(job, n)
 

@@ -64,33 +64,18 @@ def find_bodies(table: Bytes, n: int, itemsize: int, half: bool, offsets: NDArra
 
 
 @kernel
-def decode_tiles(table: Bytes, bodies: Bytes, offsets: NDArray[np.int64], half: bool, out: Words) -> int:
-    work = decoder_memory()
+def decode_tiles(
+    table: Bytes, bodies: Bytes, offsets: NDArray[np.int64], half: bool, n: int, words: Words, values: NDArray[Any],
+    floats: NDArray[np.float32], add: bool,
+) -> int:  # fmt: skip
+    work, straight = decoder_memory(), len(floats) == 0
     for tile in range(len(table) // RECORD):
+        start, end = TILE * tile, min(TILE * (tile + 1), n)
         record, body = table[RECORD * tile : RECORD * (tile + 1)], bodies[offsets[tile] : offsets[tile + 1]]
-        if not decode_tile(record, body, half, out[TILE * tile : TILE * (tile + 1)], work):
+        if not decode_tile(record, body, half, words[start:end] if straight else words[: end - start], work):
             return tile
-    return -1
-
-
-@kernel
-def decode_tiles_to_floats(
-    table: Bytes,
-    bodies: Bytes,
-    offsets: NDArray[np.int64],
-    half: bool,
-    out: NDArray[np.float32],
-    words: Words,
-    values: NDArray[Any],
-    add: bool,
-) -> int:
-    work = decoder_memory()
-    for tile in range(len(table) // RECORD):
-        record, body = table[RECORD * tile : RECORD * (tile + 1)], bodies[offsets[tile] : offsets[tile + 1]]
-        part = out[TILE * tile : TILE * (tile + 1)]
-        if not decode_tile(record, body, half, words[: len(part)], work):
-            return tile
-        put_floats(values, add, part)
+        if not straight:
+            put_floats(values, add, floats[start:end])
     return -1
 
 
@@ -226,5 +211,4 @@ EXPONENT = TileFormat(
     encode=encode_tiles,
     find_bodies=find_bodies,
     decode=decode_tiles,
-    decode_floats=decode_tiles_to_floats,
 )

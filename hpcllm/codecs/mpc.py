@@ -33,7 +33,7 @@ RECORD = 4
 
 
 @kernel
-def encode_tiles(values: NDArray[Any], half: bool, table: Bytes, bodies: Bytes) -> int:  # noqa: ARG001
+def encode_tiles(values: NDArray[Any], _half: bool, table: Bytes, bodies: Bytes) -> int:
     data, lanes, tile_words = values.view(np.uint8), np.empty((32, 32), np.uint32), np.empty(TILE, np.uint32)
     stage, used = np.empty(32 + TILE + 1, np.uint32), 0
     for tile in range(len(table) // RECORD):
@@ -96,7 +96,7 @@ def pack(lanes: Words, groups: int, out: Words) -> int:
 
 
 @kernel
-def find_bodies(table: Bytes, n: int, itemsize: int, half: bool, offsets: NDArray[np.int64]) -> int:  # noqa: ARG001
+def find_bodies(table: Bytes, n: int, itemsize: int, _half: bool, offsets: NDArray[np.int64]) -> int:
     offsets[0], n_bytes = 0, n * itemsize
     for tile in range(len(table) // RECORD):
         groups = (min(TILE_BYTES, n_bytes - TILE_BYTES * tile) + 127) // 128
@@ -147,38 +147,19 @@ def add_up(lanes: Words, out: Words) -> None:
 
 @kernel
 def decode_tiles(
-    table: Bytes,
-    bodies: Bytes,
-    offsets: NDArray[np.int64],
-    half: bool,  # noqa: ARG001
-    out: NDArray[Any],
-) -> int:
-    data, lanes, stage = out.view(np.uint8), np.empty((32, 32), np.uint32), np.empty(32 + TILE + 1, np.uint32)
-    for tile in range(len(table) // RECORD):
-        part, body = data[TILE_BYTES * tile : TILE_BYTES * (tile + 1)], bodies[offsets[tile] : offsets[tile + 1]]
-        if not decode_tile(body, (len(part) + 127) // 128, stage, lanes, part):
-            return tile
-    return -1
-
-
-@kernel
-def decode_tiles_to_floats(
-    table: Bytes,
-    bodies: Bytes,
-    offsets: NDArray[np.int64],
-    half: bool,  # noqa: ARG001
-    out: NDArray[np.float32],
-    words: NDArray[Any],
-    values: NDArray[Any],
-    add: bool,
-) -> int:
+    table: Bytes, bodies: Bytes, offsets: NDArray[np.int64], _half: bool, n: int, words: NDArray[Any],
+    values: NDArray[Any], floats: NDArray[np.float32], add: bool,
+) -> int:  # fmt: skip
     lanes, stage = np.empty((32, 32), np.uint32), np.empty(32 + TILE + 1, np.uint32)
+    straight, block = len(floats) == 0, TILE_BYTES // words.itemsize
     for tile in range(len(table) // RECORD):
-        part = out[len(values) * tile : len(values) * (tile + 1)]
-        data, body = words[: len(part)].view(np.uint8), bodies[offsets[tile] : offsets[tile + 1]]
+        start, end = block * tile, min(block * (tile + 1), n)
+        data = (words[start:end] if straight else words[: end - start]).view(np.uint8)
+        body = bodies[offsets[tile] : offsets[tile + 1]]
         if not decode_tile(body, (len(data) + 127) // 128, stage, lanes, data):
             return tile
-        put_floats(values, add, part)
+        if not straight:
+            put_floats(values, add, floats[start:end])
     return -1
 
 
@@ -188,5 +169,4 @@ MPC = TileFormat(
     encode=encode_tiles,
     find_bodies=find_bodies,
     decode=decode_tiles,
-    decode_floats=decode_tiles_to_floats,
 )

@@ -52,51 +52,40 @@ FP8_STEP = np.float32(2.0**-9)
 
 
 @kernel
-def encode8(values: Values, codes: Bytes, scales: Scales, block: int) -> None:
+def encode8(
+    values: Values, codes: Bytes, scales: Scales, block: int, stochastic: bool, key: np.uint64, index: np.uint64
+) -> None:
     for b in range(scales.size):
         part, code = values[b * block : (b + 1) * block], codes[b * block : (b + 1) * block]
         scales[b] = scale = block_scale(part, STEPS8)
         factor = ONE / scale
         if np.isnan(scale):
             code[:] = 0
+        elif stochastic:
+            seed = block_seed(key, index + np.uint64(b * block))
+            for i in range(part.size):
+                code[i] = np.uint8(bits_of(random_code(part[i], factor, seed, i, TOP8) + ROUND8))
         else:
             for i in range(part.size):
                 code[i] = np.uint8(bits_of(widened(part[i]) * factor + ROUND8))
 
 
 @kernel
-def encode8_stochastic(
-    values: Values, codes: Bytes, scales: Scales, block: int, key: np.uint64, index: np.uint64
-) -> None:
+def decode8(values: Values, codes: Bytes, scales: Scales, block: int, add: bool) -> None:
     for b in range(scales.size):
-        part, code = values[b * block : (b + 1) * block], codes[b * block : (b + 1) * block]
-        scales[b] = scale = block_scale(part, STEPS8)
-        factor, seed = ONE / scale, block_seed(key, index + np.uint64(b * block))
-        if np.isnan(scale):
-            code[:] = 0
+        part, code, scale = values[b * block : (b + 1) * block], codes[b * block : (b + 1) * block], scales[b]
+        if add:
+            for i in range(part.size):
+                part[i] += np.float32(np.int8(code[i])) * scale
         else:
             for i in range(part.size):
-                code[i] = np.uint8(bits_of(random_code(part[i], factor, seed, i, TOP8) + ROUND8))
+                part[i] = narrowed(np.float32(np.int8(code[i])) * scale, part[i])
 
 
 @kernel
-def decode8(values: Values, codes: Bytes, scales: Scales, block: int) -> None:
-    for b in range(scales.size):
-        part, code, scale = values[b * block : (b + 1) * block], codes[b * block : (b + 1) * block], scales[b]
-        for i in range(part.size):
-            part[i] = narrowed(np.float32(np.int8(code[i])) * scale, part[i])
-
-
-@kernel
-def decode8_add(values: Values, codes: Bytes, scales: Scales, block: int) -> None:
-    for b in range(scales.size):
-        part, code, scale = values[b * block : (b + 1) * block], codes[b * block : (b + 1) * block], scales[b]
-        for i in range(part.size):
-            part[i] += np.float32(np.int8(code[i])) * scale
-
-
-@kernel
-def encode4(values: Values, codes: Bytes, scales: Scales, block: int) -> None:
+def encode4(
+    values: Values, codes: Bytes, scales: Scales, block: int, stochastic: bool, key: np.uint64, index: np.uint64
+) -> None:
     half = block // 2
     for b in range(scales.size):
         part, code = values[b * block : (b + 1) * block], codes[b * half : (b + 1) * half]
@@ -104,6 +93,14 @@ def encode4(values: Values, codes: Bytes, scales: Scales, block: int) -> None:
         factor = ONE / scale
         if np.isnan(scale):
             code[:] = BOTH_ZERO
+        elif stochastic:
+            seed = block_seed(key, index + np.uint64(b * block))
+            for i in range(part.size // 2):
+                low = bits_of(random_code(part[2 * i], factor, seed, 2 * i, TOP4) + ROUND4)
+                code[i] = nibbles(low, bits_of(random_code(part[2 * i + 1], factor, seed, 2 * i + 1, TOP4) + ROUND4))
+            if part.size % 2:
+                low = bits_of(random_code(part[-1], factor, seed, part.size - 1, TOP4) + ROUND4)
+                code[-1] = nibbles(low, np.uint32(EIGHT))
         else:
             for i in range(part.size // 2):
                 low = bits_of(widened(part[2 * i]) * factor + ROUND4)
@@ -113,47 +110,23 @@ def encode4(values: Values, codes: Bytes, scales: Scales, block: int) -> None:
 
 
 @kernel
-def encode4_stochastic(
-    values: Values, codes: Bytes, scales: Scales, block: int, key: np.uint64, index: np.uint64
-) -> None:
+def decode4(values: Values, codes: Bytes, scales: Scales, block: int, add: bool) -> None:
     half = block // 2
     for b in range(scales.size):
-        part, code = values[b * block : (b + 1) * block], codes[b * half : (b + 1) * half]
-        scales[b] = scale = block_scale(part, STEPS4)
-        factor, seed = ONE / scale, block_seed(key, index + np.uint64(b * block))
-        if np.isnan(scale):
-            code[:] = BOTH_ZERO
+        part, code, scale = values[b * block : (b + 1) * block], codes[b * half : (b + 1) * half], scales[b]
+        pairs = part.size // 2
+        if add:
+            for i in range(pairs):
+                part[2 * i] += low_code(code[i]) * scale
+                part[2 * i + 1] += high_code(code[i]) * scale
+            for i in range(2 * pairs, part.size):
+                part[i] += low_code(code[-1]) * scale
         else:
-            for i in range(part.size // 2):
-                low = bits_of(random_code(part[2 * i], factor, seed, 2 * i, TOP4) + ROUND4)
-                code[i] = nibbles(low, bits_of(random_code(part[2 * i + 1], factor, seed, 2 * i + 1, TOP4) + ROUND4))
-            if part.size % 2:
-                low = bits_of(random_code(part[-1], factor, seed, part.size - 1, TOP4) + ROUND4)
-                code[-1] = nibbles(low, np.uint32(EIGHT))
-
-
-@kernel
-def decode4(values: Values, codes: Bytes, scales: Scales, block: int) -> None:
-    half = block // 2
-    for b in range(scales.size):
-        part, code, scale = values[b * block : (b + 1) * block], codes[b * half : (b + 1) * half], scales[b]
-        for i in range(part.size // 2):
-            part[2 * i] = narrowed(low_code(code[i]) * scale, part[2 * i])
-            part[2 * i + 1] = narrowed(high_code(code[i]) * scale, part[2 * i + 1])
-        if part.size % 2:
-            part[-1] = narrowed(low_code(code[-1]) * scale, part[-1])
-
-
-@kernel
-def decode4_add(values: Values, codes: Bytes, scales: Scales, block: int) -> None:
-    half = block // 2
-    for b in range(scales.size):
-        part, code, scale = values[b * block : (b + 1) * block], codes[b * half : (b + 1) * half], scales[b]
-        for i in range(part.size // 2):
-            part[2 * i] += low_code(code[i]) * scale
-            part[2 * i + 1] += high_code(code[i]) * scale
-        if part.size % 2:
-            part[-1] += low_code(code[-1]) * scale
+            for i in range(pairs):
+                part[2 * i] = narrowed(low_code(code[i]) * scale, part[2 * i])
+                part[2 * i + 1] = narrowed(high_code(code[i]) * scale, part[2 * i + 1])
+            for i in range(2 * pairs, part.size):
+                part[i] = narrowed(low_code(code[-1]) * scale, part[i])
 
 
 @kernel
@@ -229,7 +202,9 @@ def fp8_value(code: np.uint8) -> np.float32:
 
 
 @kernel
-def encode_fp8(values: Values, codes: Bytes, scales: Scales, block: int) -> None:
+def encode_fp8(
+    values: Values, codes: Bytes, scales: Scales, block: int, _stochastic: bool, _key: np.uint64, _index: np.uint64
+) -> None:
     for b in range(scales.size):
         part, code = values[b * block : (b + 1) * block], codes[b * block : (b + 1) * block]
         scales[b] = scale = block_scale(part, STEPS_FP8)
@@ -242,19 +217,15 @@ def encode_fp8(values: Values, codes: Bytes, scales: Scales, block: int) -> None
 
 
 @kernel
-def decode_fp8(values: Values, codes: Bytes, scales: Scales, block: int) -> None:
+def decode_fp8(values: Values, codes: Bytes, scales: Scales, block: int, add: bool) -> None:
     for b in range(scales.size):
         part, code, scale = values[b * block : (b + 1) * block], codes[b * block : (b + 1) * block], scales[b]
-        for i in range(part.size):
-            part[i] = narrowed(fp8_value(code[i]) * scale, part[i])
-
-
-@kernel
-def decode_fp8_add(values: Values, codes: Bytes, scales: Scales, block: int) -> None:
-    for b in range(scales.size):
-        part, code, scale = values[b * block : (b + 1) * block], codes[b * block : (b + 1) * block], scales[b]
-        for i in range(part.size):
-            part[i] += fp8_value(code[i]) * scale
+        if add:
+            for i in range(part.size):
+                part[i] += fp8_value(code[i]) * scale
+        else:
+            for i in range(part.size):
+                part[i] = narrowed(fp8_value(code[i]) * scale, part[i])
 
 
 def fp8_error(quotient: Doubles) -> Doubles:
@@ -265,8 +236,8 @@ def half_a_step(quotient: Doubles) -> Doubles:
     return np.full_like(quotient, 0.5)
 
 
-INT8 = Format(8, 127, half_a_step, encode8, decode8, decode8_add)
-INT4 = Format(4, 7, half_a_step, encode4, decode4, decode4_add)
-INT8_STOCHASTIC = Format(8, 127, np.ones_like, encode8_stochastic, decode8, decode8_add, stochastic=True)
-INT4_STOCHASTIC = Format(4, 7, np.ones_like, encode4_stochastic, decode4, decode4_add, stochastic=True)
-FP8 = Format(8, 448, fp8_error, encode_fp8, decode_fp8, decode_fp8_add)
+INT8 = Format(8, 127, half_a_step, encode8, decode8)
+INT4 = Format(4, 7, half_a_step, encode4, decode4)
+INT8_STOCHASTIC = Format(8, 127, np.ones_like, encode8, decode8, stochastic=True)
+INT4_STOCHASTIC = Format(4, 7, np.ones_like, encode4, decode4, stochastic=True)
+FP8 = Format(8, 448, fp8_error, encode_fp8, decode_fp8)

@@ -26,6 +26,7 @@ from hpcllm.errors import CodecError
 Bytes = NDArray[np.uint8]
 HEADER_BYTES = 16
 TILES_A_THREAD = 128
+NO_FLOATS = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,8 @@ class TileFormat:
     most_body_bytes: Callable[[int], int]  # of a tile's bytes
     encode: Callable[..., int]  # (words, half, table, bodies) -> bytes used
     find_bodies: Callable[..., int]  # (table, n, bytes of a value, half, offsets)
-    decode: Callable[..., int]  # (table, bodies, offsets, half, out)
-    # (table, bodies, offsets, half, float32 out, a tile's memory as words and as values, add?)
-    decode_floats: Callable[..., int]
+    # (table, bodies, offsets, half, n, words, values, floats, add): n words; or, if there are floats, a tile's memory
+    decode: Callable[..., int]  # as words and as values, from which floats (n,) float32 are written or added to
 
 
 @dataclass(frozen=True)
@@ -114,31 +114,24 @@ class TileCodec(TileLayout):
         return out[: end + used]
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        if out.dtype == self.dtype:
-            self._decode(data, _words(out), self.format.decode)
-        else:
-            self._decode_floats(data, out, add=False)
+        self._decode(data, out, add=False)
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        self._decode_floats(data, out, add=True)
+        self._decode(data, out, add=True)
 
-    def _decode_floats(self, data: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-        def kernel(*arguments: Any) -> int:
-            tile = torch.empty(self.block, dtype=self.dtype)
-            return self.format.decode_floats(*arguments, _words(tile), array_of(tile), add)
-
-        self._decode(data, array_of(out), kernel)
-
-    def _decode(self, data: torch.Tensor, out: NDArray[Any], kernel: Callable[..., int]) -> None:
-        (table, bodies, offsets), record = self._open(data, out.size), self.format.record_bytes
+    def _decode(self, data: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+        (table, bodies, offsets), record = self._open(data, out.numel()), self.format.record_bytes
+        straight = out.dtype == self.dtype and not add
 
         def job(first: int, last: int) -> int:
             part = out[first * self.block : last * self.block]
-            records = table[first * record : last * record]
-            bad_tile = kernel(records, bodies, offsets[first : last + 1], self.half, part)
+            values = part if straight else torch.empty(self.block, dtype=self.dtype)
+            floats = NO_FLOATS if straight else array_of(part)
+            tiles = table[first * record : last * record], bodies, offsets[first : last + 1], self.half
+            bad_tile = self.format.decode(*tiles, part.numel(), _words(values), array_of(values), floats, add)
             return bad_tile if bad_tile < 0 else first + bad_tile
 
-        self._check(max(run_in_threads(job, len(offsets) - 1, TILES_A_THREAD)), out.size)
+        self._check(max(run_in_threads(job, len(offsets) - 1, TILES_A_THREAD)), out.numel())
 
     def _open(self, data: torch.Tensor, n: int) -> tuple[Bytes, Bytes, NDArray[np.int64]]:
         """Return the table, checked, the bodies, and the offset of each body and of the end."""
