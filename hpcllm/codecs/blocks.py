@@ -45,7 +45,7 @@ class Format:
     code_bits: int
     largest: float  # code
     error: Callable[[Doubles], Doubles]  # |value| / scale -> largest error of its code in exact arithmetic
-    encode: Callable[..., None]  # and stochastic, the key, the index of the first value in the whole array
+    encode: Callable[..., None]  # if stochastic: and True, the key, the index of the first value in the whole array
     decode: Callable[..., None]  # and: add to the values?
     stochastic: bool = False
 
@@ -106,7 +106,7 @@ class BlockCodec(BlockLayout):
         array, codes, scales = array_of(values), *self._parts(data.numpy(), n)
 
         def job(start: int, end: int, code: slice, block: slice) -> None:
-            random = self.format.stochastic, np.uint64(self.key & WORD), np.uint64(index + start)
+            random = (True, np.uint64(self.key & WORD), np.uint64(index + start)) if self.format.stochastic else ()
             self.format.encode(array[start:end], codes[code], scales[block], self.block, *random)
 
         self._run(job, n)

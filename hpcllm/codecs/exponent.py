@@ -65,16 +65,17 @@ def find_bodies(table: Bytes, n: int, itemsize: int, half: bool, offsets: NDArra
 
 @kernel
 def decode_tiles(
-    table: Bytes, bodies: Bytes, offsets: NDArray[np.int64], half: bool, n: int, words: Words, values: NDArray[Any],
-    floats: NDArray[np.float32], add: bool,
+    table: Bytes, bodies: Bytes, offsets: NDArray[np.int64], half: bool, words: Words, values: Any = None,
+    add: bool = False, floats: Any = None,
 ) -> int:  # fmt: skip
-    work, straight = decoder_memory(), len(floats) == 0
+    work = decoder_memory()
     for tile in range(len(table) // RECORD):
-        start, end = TILE * tile, min(TILE * (tile + 1), n)
+        start, end = TILE * tile, TILE * (tile + 1)
         record, body = table[RECORD * tile : RECORD * (tile + 1)], bodies[offsets[tile] : offsets[tile + 1]]
-        if not decode_tile(record, body, half, words[start:end] if straight else words[: end - start], work):
+        part = words[start:end] if floats is None else words[: len(floats) - start]
+        if not decode_tile(record, body, half, part, work):
             return tile
-        if not straight:
+        if floats is not None:
             put_floats(values, add, floats[start:end])
     return -1
 

@@ -147,18 +147,18 @@ def add_up(lanes: Words, out: Words) -> None:
 
 @kernel
 def decode_tiles(
-    table: Bytes, bodies: Bytes, offsets: NDArray[np.int64], _half: bool, n: int, words: NDArray[Any],
-    values: NDArray[Any], floats: NDArray[np.float32], add: bool,
+    table: Bytes, bodies: Bytes, offsets: NDArray[np.int64], _half: bool, words: NDArray[Any], values: Any = None,
+    add: bool = False, floats: Any = None,
 ) -> int:  # fmt: skip
     lanes, stage = np.empty((32, 32), np.uint32), np.empty(32 + TILE + 1, np.uint32)
-    straight, block = len(floats) == 0, TILE_BYTES // words.itemsize
+    block = TILE_BYTES // words.itemsize
     for tile in range(len(table) // RECORD):
-        start, end = block * tile, min(block * (tile + 1), n)
-        data = (words[start:end] if straight else words[: end - start]).view(np.uint8)
-        body = bodies[offsets[tile] : offsets[tile + 1]]
+        start, end = block * tile, block * (tile + 1)
+        part = words[start:end] if floats is None else words[: len(floats) - start]
+        data, body = part.view(np.uint8), bodies[offsets[tile] : offsets[tile + 1]]
         if not decode_tile(body, (len(data) + 127) // 128, stage, lanes, data):
             return tile
-        if not straight:
+        if floats is not None:
             put_floats(values, add, floats[start:end])
     return -1
 

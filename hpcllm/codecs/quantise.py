@@ -28,6 +28,8 @@ Sources: MurmurHash3 (fmix64); C. Wellons, "Prospecting for Hash Functions", 201
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -53,7 +55,7 @@ FP8_STEP = np.float32(2.0**-9)
 
 @kernel
 def encode8(
-    values: Values, codes: Bytes, scales: Scales, block: int, stochastic: bool, key: np.uint64, index: np.uint64
+    values: Values, codes: Bytes, scales: Scales, block: int, stochastic: bool = False, key: Any = 0, index: Any = 0
 ) -> None:
     for b in range(scales.size):
         part, code = values[b * block : (b + 1) * block], codes[b * block : (b + 1) * block]
@@ -62,7 +64,7 @@ def encode8(
         if np.isnan(scale):
             code[:] = 0
         elif stochastic:
-            seed = block_seed(key, index + np.uint64(b * block))
+            seed = block_seed(np.uint64(key), np.uint64(index) + np.uint64(b * block))
             for i in range(part.size):
                 code[i] = np.uint8(bits_of(random_code(part[i], factor, seed, i, TOP8) + ROUND8))
         else:
@@ -84,7 +86,7 @@ def decode8(values: Values, codes: Bytes, scales: Scales, block: int, add: bool)
 
 @kernel
 def encode4(
-    values: Values, codes: Bytes, scales: Scales, block: int, stochastic: bool, key: np.uint64, index: np.uint64
+    values: Values, codes: Bytes, scales: Scales, block: int, stochastic: bool = False, key: Any = 0, index: Any = 0
 ) -> None:
     half = block // 2
     for b in range(scales.size):
@@ -94,7 +96,7 @@ def encode4(
         if np.isnan(scale):
             code[:] = BOTH_ZERO
         elif stochastic:
-            seed = block_seed(key, index + np.uint64(b * block))
+            seed = block_seed(np.uint64(key), np.uint64(index) + np.uint64(b * block))
             for i in range(part.size // 2):
                 low = bits_of(random_code(part[2 * i], factor, seed, 2 * i, TOP4) + ROUND4)
                 code[i] = nibbles(low, bits_of(random_code(part[2 * i + 1], factor, seed, 2 * i + 1, TOP4) + ROUND4))
@@ -202,9 +204,7 @@ def fp8_value(code: np.uint8) -> np.float32:
 
 
 @kernel
-def encode_fp8(
-    values: Values, codes: Bytes, scales: Scales, block: int, _stochastic: bool, _key: np.uint64, _index: np.uint64
-) -> None:
+def encode_fp8(values: Values, codes: Bytes, scales: Scales, block: int) -> None:
     for b in range(scales.size):
         part, code = values[b * block : (b + 1) * block], codes[b * block : (b + 1) * block]
         scales[b] = scale = block_scale(part, STEPS_FP8)

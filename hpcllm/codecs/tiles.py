@@ -26,7 +26,6 @@ from hpcllm.errors import CodecError
 Bytes = NDArray[np.uint8]
 HEADER_BYTES = 16
 TILES_A_THREAD = 128
-NO_FLOATS = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,8 @@ class TileFormat:
     most_body_bytes: Callable[[int], int]  # of a tile's bytes
     encode: Callable[..., int]  # (words, half, table, bodies) -> bytes used
     find_bodies: Callable[..., int]  # (table, n, bytes of a value, half, offsets)
-    # (table, bodies, offsets, half, n, words, values, floats, add): n words; or, if there are floats, a tile's memory
-    decode: Callable[..., int]  # as words and as values, from which floats (n,) float32 are written or added to
+    # (table, bodies, offsets, half, words), or instead of the words, a tile's memory as words and as values, add?, and
+    decode: Callable[..., int]  # the float32 array that the values are written or added to
 
 
 @dataclass(frozen=True)
@@ -122,16 +121,21 @@ class TileCodec(TileLayout):
     def _decode(self, data: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         (table, bodies, offsets), record = self._open(data, out.numel()), self.format.record_bytes
         straight = out.dtype == self.dtype and not add
+        array = _words(out) if straight else array_of(out)
 
         def job(first: int, last: int) -> int:
-            part = out[first * self.block : last * self.block]
-            values = part if straight else torch.empty(self.block, dtype=self.dtype)
-            floats = NO_FLOATS if straight else array_of(part)
-            tiles = table[first * record : last * record], bodies, offsets[first : last + 1], self.half
-            bad_tile = self.format.decode(*tiles, part.numel(), _words(values), array_of(values), floats, add)
+            part = array[first * self.block : last * self.block]
+            memory = (part,) if straight else (*self._tile(), add, part)
+            records = table[first * record : last * record]
+            bad_tile = self.format.decode(records, bodies, offsets[first : last + 1], self.half, *memory)
             return bad_tile if bad_tile < 0 else first + bad_tile
 
         self._check(max(run_in_threads(job, len(offsets) - 1, TILES_A_THREAD)), out.numel())
+
+    def _tile(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Allocate memory for a tile, as words and as values."""
+        tile = torch.empty(self.block, dtype=self.dtype)
+        return _words(tile), array_of(tile)
 
     def _open(self, data: torch.Tensor, n: int) -> tuple[Bytes, Bytes, NDArray[np.int64]]:
         """Return the table, checked, the bodies, and the offset of each body and of the end."""
