@@ -31,7 +31,6 @@ class Codec(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the values: float32, bfloat16 or float16."""
-        ...
 
     @property
     def lossless(self) -> bool: ...
@@ -42,40 +41,33 @@ class Codec(Protocol):
     @property
     def block(self) -> int:
         """Number of values coded as one: cuts of an array at multiples of it do not change the bytes."""
-        ...
 
     def encoded_bytes(self, n: int) -> int:
         """Return the bytes that n values take; with fixed_rate false, the most that they can take."""
-        ...
 
     def used_bytes(self, data: torch.Tensor, n: int) -> int:
         """Return the bytes of the encoding of n values at the start of `data` (any length). Raises CodecError."""
-        ...
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, index: int = 0) -> torch.Tensor:
         """Encode (n,) of dtype; return the bytes: the front of `out` (encoded_bytes(n) uint8) or `values`' own memory.
 
         index: place of values[0] in the whole array, which seeds stochastic rounding and nothing else.
         """
-        ...
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """Decode (used_bytes,) uint8 to out, (n,) of dtype or float32. Raises CodecError; never writes outside out.
 
         On a device a codec of variable rate does not wait to see damage; it raises later: gpu/device_codecs.py.
         """
-        ...
 
     def decode_add(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """Add the decoded values to out, (n,) float32, in fp32. Raises CodecError."""
-        ...
 
     def bound(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the largest possible |decoded - value| of each finite value; (n,) float64 -> (n,) float64.
 
         Infinite where a finite value may come back as no number, because a value near it is none.
         """
-        ...
 
 
 class SumEncoder(Protocol):
@@ -90,4 +82,3 @@ class SumEncoder(Protocol):
         own: (n,) of dtype, the addend of own_rank, and afterwards what the sum's encoding decodes to. The same bits as
         decode, decode_add and encode in rank order.
         """
-        ...

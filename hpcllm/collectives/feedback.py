@@ -19,6 +19,7 @@ Source: Seide et al. 2014, "1-bit stochastic gradient descent", section 3; both 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from hpcllm.codecs.blocks import Doubles
@@ -38,12 +39,7 @@ class ErrorFeedback:
     lossless = False
 
     def __init__(
-        self,
-        n: int,
-        group: Group,
-        codec: Codec,
-        operation: str = "allreduce",
-        device: torch.device | str = "cpu",
+        self, n: int, group: Group, codec: Codec, operation: str = "allreduce", device: torch.device | str = "cpu"
     ) -> None:
         """operation: allreduce or reduce_scatter. device: where the arrays are, and the codec works.
 
@@ -52,9 +48,17 @@ class ErrorFeedback:
         if codec.lossless or codec.dtype != torch.float32:
             raise ValueError(f"error feedback is for lossy codecs of float32, not for {codec.name} of {codec.dtype}")
         self.n, self.group, self.codec = n, group, codec
+        self.name, self.dtype, self.block, self.fixed_rate = (
+            f"{codec.name}+ef",
+            codec.dtype,
+            codec.block,
+            codec.fixed_rate,
+        )
         by_node = operation == "allreduce" and group.nodes > 1  # a single node's two_level encodes nothing
         self.algorithm = "two_level" if by_node else "two_step"
-        self.lane = _lane(n, group) if by_node else slice(0, n)
+        cuts = slices(n, group.lanes, group.node.size) if by_node else np.array([0, n])
+        place = group.node.rank if by_node else 0
+        self.lane = slice(int(cuts[place]), int(cuts[place + 1]))
         self.residual = torch.zeros(self.lane.stop - self.lane.start, device=device)
 
     def allreduce(self, x: torch.Tensor) -> None:
@@ -76,22 +80,6 @@ class ErrorFeedback:
     def _check(self, x: torch.Tensor) -> None:
         if x.numel() != self.n:
             raise ValueError(f"error feedback of {self.n} values, but the array has {x.numel()}")
-
-    @property
-    def name(self) -> str:
-        return f"{self.codec.name}+ef"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.codec.dtype
-
-    @property
-    def fixed_rate(self) -> bool:
-        return self.codec.fixed_rate
-
-    @property
-    def block(self) -> int:
-        return self.codec.block
 
     def encoded_bytes(self, n: int) -> int:
         return self.codec.encoded_bytes(n)
@@ -119,8 +107,3 @@ class ErrorFeedback:
     def bound(self, values: Doubles) -> Doubles:
         """Largest error of values from which the residual has been subtracted."""
         return self.codec.bound(values)
-
-
-def _lane(n: int, group: Group) -> slice:
-    cuts = slices(n, group.lanes, group.node.size)
-    return slice(*map(int, cuts[group.node.rank : group.node.rank + 2]))

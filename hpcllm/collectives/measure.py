@@ -15,6 +15,8 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +67,8 @@ def measure(group: Group, codecs: Sequence[str] = CODECS, dtypes: Sequence[str] 
         library=_library(clock, call_s) if group.size > 1 else {},
     )
     wire.sent_bytes, wire.plain_bytes = counted  # measuring counts as no traffic
-    return _rounded(rates)
+    rounded: Rates = _rounded(rates)
+    return rounded
 
 
 class Clock:
@@ -193,38 +196,17 @@ def _native(operation: str, group: Group, n: int) -> Callable[[], object]:
     """The library's own collective of n values, cut to what every rank has as many of."""
     n -= n % group.size
     whole, part = torch.zeros(n), torch.zeros(n // group.size)
-    calls: dict[str, Callable[[], object]] = {
-        "allreduce": lambda: operations.allreduce(whole, group, algorithm="native"),
-        "reduce_scatter": lambda: operations.reduce_scatter(whole, group, algorithm="native", out=part),
-        "allgather": lambda: operations.allgather(part, group, algorithm="native", out=whole),
-        "alltoall": lambda: operations.alltoall(whole, group, algorithm="native"),
-        "broadcast": lambda: operations.broadcast(whole, group, algorithm="native"),
-    }
-    return calls[operation]
+    x = part if operation == "allgather" else whole
+    out = {"reduce_scatter": {"out": part}, "allgather": {"out": whole}}.get(operation, {})
+    return partial(getattr(operations, operation), x, group, algorithm="native", **out)
 
 
-def _rounded(rates: Rates) -> Rates:
+def _rounded(value: Any) -> Any:
     """Round every number to the digits that a measurement is worth: a file keeps what is used at once."""
-
-    def link(old: Link) -> Link:
-        return Link(_round(old.latency_s), _round(old.bandwidth_gb_s))
-
-    def coding(old: Coding) -> Coding:
-        return Coding(old.name, *map(_round, (old.ratio, old.encode_gb_s, old.decode_gb_s, old.add_gb_s)))
-
-    return Rates(
-        near=link(rates.near),
-        far=link(rates.far),
-        window=link(rates.window),
-        call_s=_round(rates.call_s),
-        setup_s=_round(rates.setup_s),
-        message_s=_round(rates.message_s),
-        copy_gb_s=_round(rates.copy_gb_s),
-        memory_gb_s=_round(rates.memory_gb_s),
-        codings={key: coding(old) for key, old in rates.codings.items()},
-        library={key: link(old) for key, old in rates.library.items()},
-    )
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.{DIGITS - 1}e}")
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS - 1}e}")
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **_rounded(dict(vars(value))))
+    return value

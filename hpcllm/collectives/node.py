@@ -25,28 +25,8 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from hpcllm.collectives import node_kernels as kernels
 from hpcllm.collectives.group import Group
-from hpcllm.collectives.node_kernels import (
-    BETWEEN,
-    COLLECTED,
-    ENTERED,
-    EXCHANGE,
-    FILLED,
-    KINDS,
-    LEFT,
-    RANK_BYTES,
-    REDUCED,
-    SLOTS,
-    advance,
-    awaited,
-    brought,
-    compare,
-    copy,
-    enter,
-    post,
-    relay,
-    sum_rows,
-)  # fmt: skip
 from hpcllm.collectives.window import PAGE_BYTES, Window, allocate_window, find_window
 from hpcllm.mpi.wait import name_rank
 
@@ -80,8 +60,8 @@ class Node:
         self.shares: dict[int, bool] = {}  # by number of a window
         self.rank, self.ranks = group.node.rank, group.node.size
         self.small_bytes = SMALL_BYTES // self.ranks // 64 * 64
-        counters_bytes = -(-self.ranks * RANK_BYTES // PAGE_BYTES) * PAGE_BYTES
-        self.window = allocate_window(counters_bytes + 2 * self.small_bytes + SLOTS * SLOT_BYTES, group)
+        counters_bytes = -(-self.ranks * kernels.RANK_BYTES // PAGE_BYTES) * PAGE_BYTES
+        self.window = allocate_window(counters_bytes + 2 * self.small_bytes + kernels.SLOTS * SLOT_BYTES, group)
         parts = self.window.addresses
         self.flags = int(parts[0])
         self.small = [parts + np.uint64(counters_bytes + turn * self.small_bytes) for turn in range(2)]
@@ -91,46 +71,67 @@ class Node:
 
     def allreduce(self, x: torch.Tensor) -> None:
         """x (n,), n > 0, becomes its sum over the node."""
-        if x.nbytes <= self.small_bytes:
-            self._sum_small(x)
+        if x.nbytes <= self.small_bytes:  # everyone reads everything, one meeting instead of two
+            rows, to = self.bring(x, x, SUM), np.array([x.data_ptr()], dtype=np.uint64)
+            kernels.sum_rows(kernels.KINDS[x.dtype], rows, to, 0, x.numel())
             return
-        window, offset = self.enter(x, SUM)
         cuts = slices(x.numel(), self.ranks, self.ranks)
+        own = self._own(x, cuts)
+        self.run(x, cuts, own, own, SUM)
+
+    def run(self, x: torch.Tensor, cuts: NDArray[np.int64], own: int, result: int, task: int) -> None:
+        """One call: slices of x (cut at `cuts`, one a rank) are summed by their owners, or gathered from them, or both.
+
+        own, result: addresses of this rank's slice, before and after.
+        """
+        window, offset = self.enter(x, task)
         if window is None:
-            self._exchange(x, cuts, SUM)
+            self.exchange(x, cuts, own, result, task)
+            return
+        n = int(cuts[self.rank + 1] - cuts[self.rank])
+        if task in REDUCING:
+            rows = window.addresses + np.uint64(offset + int(cuts[self.rank]) * x.itemsize)
+            to = rows if task in GATHERING else np.array([result], dtype=np.uint64)
+            kernels.sum_rows(kernels.KINDS[x.dtype], rows, to, 0, n)
         else:
-            self._sum_slice(x, cuts, window.addresses, offset, window.addresses)
-            self.meet(LEFT, SUM)
+            if own != result:
+                kernels.copy(result, own, n * x.itemsize)
+            self._collect(x, cuts, window.addresses, offset, task)
+        self.meet(kernels.LEFT, task)
 
     def reduce(self, x: torch.Tensor, cuts: NDArray[np.int64]) -> Rows | None:
         """This rank's slice of x, of the (ranks + 1,) `cuts`, becomes its sum over the node. For gather: where x is."""
         window, offset = self.enter(x, REDUCE)
+        own = self._own(x, cuts)
         if window is None:
-            self._exchange(x, cuts, REDUCE)
+            self.exchange(x, cuts, own, own, REDUCE)
             return None
-        self._sum_slice(x, cuts, window.addresses, offset, window.addresses[self.rank : self.rank + 1])
+        rows = window.addresses + np.uint64(own - x.data_ptr() + offset)
+        n = int(cuts[self.rank + 1] - cuts[self.rank])
+        kernels.sum_rows(kernels.KINDS[x.dtype], rows, rows[self.rank : self.rank + 1], 0, n)
         return window.addresses, offset
 
     def gather(self, x: torch.Tensor, cuts: NDArray[np.int64], rows: Rows | None) -> None:
         """Copy the others' slices of x from their owners. Ends the call that reduce began."""
         if rows is None:
-            self._exchange(x, cuts, GATHER)
+            own = self._own(x, cuts)
+            self.exchange(x, cuts, own, own, GATHER)
             return
-        self.meet(BETWEEN, GATHER)
-        self.collect(x, cuts, *rows)
-        self.meet(LEFT, GATHER)
+        self._collect(x, cuts, *rows, GATHER)
+        self.meet(kernels.LEFT, GATHER)
 
-    def collect(self, x: torch.Tensor, cuts: NDArray[np.int64], rows: NDArray[np.uint64], offset: int) -> None:
-        """Copy the others' slices of x from their places in a window."""
+    def _own(self, x: torch.Tensor, cuts: NDArray[np.int64]) -> int:
+        """Address of this rank's slice of x."""
+        return x.data_ptr() + int(cuts[self.rank]) * x.itemsize
+
+    def _collect(
+        self, x: torch.Tensor, cuts: NDArray[np.int64], rows: NDArray[np.uint64], offset: int, task: int
+    ) -> None:
+        """Copy the others' slices of x from their places in a window, once all owners are done with theirs."""
+        self.meet(kernels.BETWEEN, task)
         for owner in range(self.rank + 1, self.rank + self.ranks):  # all begin at different owners
             start, end = (int(cut) * x.itemsize for cut in cuts[owner % self.ranks :][:2])
-            copy(x.data_ptr() + start, int(rows[owner % self.ranks]) + offset + start, end - start)
-
-    def _sum_slice(
-        self, x: torch.Tensor, cuts: NDArray[np.int64], rows: NDArray[np.uint64], offset: int, to: NDArray[np.uint64]
-    ) -> None:
-        start, end = int(cuts[self.rank]), int(cuts[self.rank + 1])
-        sum_rows(KINDS[x.dtype], rows, to, offset + start * x.itemsize, end - start)
+            kernels.copy(x.data_ptr() + start, int(rows[owner % self.ranks]) + offset + start, end - start)
 
     def enter(self, x: torch.Tensor, task: int) -> tuple[Window | None, int]:
         """Meet the others at the begin of a call; the window that all ranks' x are in and the offset, or None."""
@@ -160,53 +161,37 @@ class Node:
         """Seconds a hop; 0 if it gave up, as it does where ranks share a core."""
         start_s, first = time.perf_counter(), self.hops
         self.hops += max(HOPS // self.ranks, 1) * self.ranks
-        arrived = relay(self.flags, self.rank, self.ranks, first, self.hops, LOOKS)
+        arrived = kernels.relay(self.flags, self.rank, self.ranks, first, self.hops, LOOKS)
         return (time.perf_counter() - start_s) / (self.hops - first) if arrived else 0.0
 
     def meet(self, which: int, task: int) -> None:
         """A barrier: all ranks have posted this call's counter."""
-        post(self.flags, self.rank, which, self.calls)
+        kernels.post(self.flags, self.rank, which, self.calls)
         self._await(which, task)
 
-    def _exchange(self, x: torch.Tensor, cuts: NDArray[np.int64], task: int) -> None:
-        own = x.data_ptr() + int(cuts[self.rank]) * x.itemsize
-        self.exchange(x, cuts, own, own, task)
-
     def exchange(self, x: torch.Tensor, cuts: NDArray[np.int64], own: int, result: int, task: int) -> None:
-        """Slices of x (cut at `cuts`, one a rank) are summed by their owners, or gathered from them, or both.
-
-        own, result: addresses of this rank's slice, before and after.
-        """
-        job = self._job(x, cuts, own, result, task)
-        while job["collected"][0] < job["segments"][0]:
-            self.group.wire.waits.until(lambda: self._advance(job, cuts), lambda: self._name_slowest(job, task))
-        self.segments += int(job["segments"][0])
-
-    def _job(self, x: torch.Tensor, cuts: NDArray[np.int64], own: int, result: int, task: int) -> NDArray[np.void]:
-        job = np.zeros(1, dtype=EXCHANGE)
+        """Do what `run` does through the slots: x is in ordinary memory."""
+        job = np.zeros(1, dtype=kernels.EXCHANGE)
         piece = SLOT_BYTES // self.ranks // 64 * 64 // x.itemsize
         segments = -(-int(np.diff(cuts).max()) // piece)
         job[0] = (
-            self.flags, self.rank, self.ranks, KINDS[x.dtype], x.itemsize, x.data_ptr(), own, result,
+            self.flags, self.rank, self.ranks, kernels.KINDS[x.dtype], x.itemsize, x.data_ptr(), own, result,
             piece, SLOT_BYTES, self.segments, segments, task in REDUCING, task in GATHERING, self._far(x.nbytes),
             0, 0, 0,
         )  # fmt: skip
-        return job
+        while job["collected"][0] < segments:
+            self.group.wire.waits.until(lambda: self._advance(job, cuts), lambda: self._name_slowest(job, task))
+        self.segments += segments
 
     def _advance(self, job: NDArray[np.void], cuts: NDArray[np.int64]) -> bool:
         """Do what can be done; true if that was anything: the next wait begins anew, with short sleeps."""
         before = self._steps(job)
-        if not advance(job, self.slots, cuts, SPINS):
+        if not kernels.advance(job, self.slots, cuts, SPINS):
             self._let_messages_pass()
         return self._steps(job) > before
 
     def _steps(self, job: NDArray[np.void]) -> int:
         return int(job["filled"][0] + job["reduced"][0] + job["collected"][0])
-
-    def _sum_small(self, x: torch.Tensor) -> None:
-        """Sum a small x: everyone reads everything, one meeting instead of two."""
-        rows = self.bring(x, x, SUM)
-        sum_rows(KINDS[x.dtype], rows, np.array([x.data_ptr()], dtype=np.uint64), 0, x.numel())
 
     def bring(self, x: torch.Tensor, part: torch.Tensor, task: int) -> NDArray[np.uint64]:
         """Show a `part` of small_bytes at most to all; returns where the ranks' parts are until the next call but one.
@@ -214,27 +199,28 @@ class Node:
         x: what the call is about, equal in length and dtype on all ranks.
         """
         rows = self.small[(self.calls + 1) % 2]
-        copy(int(rows[self.rank]), part.data_ptr(), part.nbytes)
+        kernels.copy(int(rows[self.rank]), part.data_ptr(), part.nbytes)
         self._enter(x, task, 0, 0)
         self._agree()
         return rows
 
     def _enter(self, x: torch.Tensor, task: int, window: int, offset: int) -> None:
         self.calls += 1
-        enter(self.flags, self.rank, self.calls, task * len(KINDS) + KINDS[x.dtype], x.nbytes, window, offset)
-        self._await(ENTERED, task)
+        said = task * len(kernels.KINDS) + kernels.KINDS[x.dtype]
+        kernels.enter(self.flags, self.rank, self.calls, said, x.nbytes, window, offset)
+        self._await(kernels.ENTERED, task)
 
     def _agree(self) -> bool:
         """True if all ranks' arrays are at the same place of the same window. Raises ValueError on all ranks alike."""
-        verdict = compare(self.flags, self.ranks, self.calls)
+        verdict = kernels.compare(self.flags, self.ranks, self.calls)
         if verdict >= 0:
             said = [self._what(rank) for rank in (0, verdict)]
             raise ValueError(f"ranks of one node meet in different calls: {said[0]}, but {said[1]}")
-        return verdict == -1 and brought(self.flags, 0, self.calls, 2) > 0
+        return verdict == -1 and kernels.brought(self.flags, 0, self.calls, 2) > 0
 
     def _await(self, which: int, task: int) -> None:
         def done() -> bool:
-            if awaited(self.flags, self.ranks, which, self.calls, SPINS) < 0:
+            if kernels.awaited(self.flags, self.ranks, which, self.calls, SPINS) < 0:
                 return True
             self._let_messages_pass()
             return False
@@ -246,15 +232,14 @@ class Node:
         self.group.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
     def _name_late(self, which: int, task: int) -> str:
-        late = awaited(self.flags, self.ranks, which, self.calls, 0)
-        return (
-            f"{name_rank(self.group.node, late)} to {'come to' if which == ENTERED else 'finish'} {self._of_node(task)}"
-        )
+        late = kernels.awaited(self.flags, self.ranks, which, self.calls, 0)
+        aim = "come to" if which == kernels.ENTERED else "finish"
+        return f"{name_rank(self.group.node, late)} to {aim} {self._of_node(task)}"
 
     def _name_slowest(self, job: NDArray[np.void], task: int) -> str:
-        counts = (int(job["reduced"][0]), int(job["collected"][0]), max(int(job["filled"][0]) - SLOTS, 0))
-        for which, count in zip((FILLED, REDUCED, COLLECTED), counts, strict=True):
-            late = awaited(self.flags, self.ranks, which, self.segments + count + 1, 0)
+        counts = (int(job["reduced"][0]), int(job["collected"][0]), max(int(job["filled"][0]) - kernels.SLOTS, 0))
+        for which, count in zip((kernels.FILLED, kernels.REDUCED, kernels.COLLECTED), counts, strict=True):
+            late = kernels.awaited(self.flags, self.ranks, which, self.segments + count + 1, 0)
             if late >= 0 and late != self.rank:
                 return f"{name_rank(self.group.node, late)} in segment {count} of {self._of_node(task)}"
         return f"nobody in {self._of_node(task)}"
@@ -263,9 +248,9 @@ class Node:
         return f"{TASKS[task]} an array over {self.ranks} ranks of one node"
 
     def _what(self, rank: int) -> str:
-        task, kind = divmod(brought(self.flags, rank, self.calls, 0), len(KINDS))
-        dtype = list(KINDS)[kind]
-        n = brought(self.flags, rank, self.calls, 1) // dtype.itemsize
+        task, kind = divmod(kernels.brought(self.flags, rank, self.calls, 0), len(kernels.KINDS))
+        dtype = list(kernels.KINDS)[kind]
+        n = kernels.brought(self.flags, rank, self.calls, 1) // dtype.itemsize
         return f"{name_rank(self.group.node, rank)} in {TASKS[task]} {n} values of {dtype}"
 
 

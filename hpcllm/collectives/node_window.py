@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hpcllm.codecs.protocol import Codec
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.node import GATHER_CHUNKS, SUM_CHUNKS, Node, node_of
-from hpcllm.collectives.node_kernels import BETWEEN, KINDS, LEFT, copy, sum_rows
+from hpcllm.collectives.node_kernels import KINDS, copy, sum_rows
 from hpcllm.mpi.partition import chunk_range
 
 
@@ -74,31 +74,18 @@ def _sum_chunks(x: torch.Tensor, out: torch.Tensor, node: Node) -> None:
     if x.nbytes <= node.small_bytes:
         sum_rows(KINDS[x.dtype], node.bring(x, x, SUM_CHUNKS) + np.uint64(start), to, 0, out.numel())
         return
-    window, offset = node.enter(x, SUM_CHUNKS)
-    if window is None:
-        node.exchange(x, cuts, x.data_ptr() + start, out.data_ptr(), SUM_CHUNKS)
-    else:
-        sum_rows(KINDS[x.dtype], window.addresses + np.uint64(offset + start), to, 0, out.numel())
-        node.meet(LEFT, SUM_CHUNKS)
+    node.run(x, cuts, x.data_ptr() + start, out.data_ptr(), SUM_CHUNKS)
 
 
 def _gather_chunks(part: torch.Tensor, out: torch.Tensor, cuts: NDArray[np.int64], node: Node) -> None:
     """part, out: bytes, cut at `cuts` counted in bytes."""
-    to, own = out.data_ptr(), out.data_ptr() + int(cuts[node.rank])
+    to = out.data_ptr()
     if int(np.diff(cuts).max()) <= node.small_bytes:
         rows = node.bring(out, part, GATHER_CHUNKS)
         for owner in range(node.ranks):
             copy(to + int(cuts[owner]), int(rows[owner]), int(cuts[owner + 1] - cuts[owner]))
         return
-    window, offset = node.enter(out, GATHER_CHUNKS)
-    if window is None:
-        node.exchange(out, cuts, part.data_ptr(), own, GATHER_CHUNKS)
-        return
-    if part.data_ptr() != own:
-        copy(own, part.data_ptr(), part.nbytes)
-    node.meet(BETWEEN, GATHER_CHUNKS)
-    node.collect(out, cuts, window.addresses, offset)
-    node.meet(LEFT, GATHER_CHUNKS)
+    node.run(out, cuts, part.data_ptr(), to + int(cuts[node.rank]), GATHER_CHUNKS)
 
 
 def _cuts(x: torch.Tensor, ranks: int) -> NDArray[np.int64]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +14,17 @@ from hpcllm.codecs import find_codec
 from hpcllm.collectives.auto import plan
 from hpcllm.collectives.cost import COSTS, cost_s
 from hpcllm.collectives.group import group_of, make_group
-from hpcllm.collectives.selection import LEAST_GAIN, candidates, choose, link_codec
-from hpcllm.collectives.tuning import Shape, Tuning
+from hpcllm.collectives.selection import (
+    LEAST_GAIN,
+    ROUNDS_EACH_HOP,
+    SMALL_BYTES,
+    Values,
+    by_rule,
+    candidates,
+    choose,
+    link_codec,
+)
+from hpcllm.collectives.tuning import VALUE_BITS, Shape, Tuning
 from hpcllm.mpi.wait import Waits
 
 CODECS = ["raw", "bf16", "int8:256", "exp"]
@@ -85,6 +96,24 @@ def test_no_sum_is_rounded_at_every_hop(shape):
             assert names
             assert not {"ring", "rabenseifner", "native"} & set(names)
         assert "ring" in candidates(operation, "exp", "float32", shape)
+
+
+@pytest.mark.parametrize("shape", [Shape(1), Shape(3), Shape(4, 4), Shape(5, 2, 2), TWO_NODES], ids=str)
+@pytest.mark.parametrize("operation", ["allreduce", "reduce_scatter"])
+@pytest.mark.parametrize(
+    ("dtype", "codec"), [("bfloat16", "raw"), ("float16", "raw"), ("bfloat16", "exp"), ("float32", "int8:256")]
+)
+def test_by_rule_too_no_sum_is_rounded_at_every_hop(operation, dtype, codec, shape):
+    """Without measured rates the same house rule holds, for every length and wherever the values are."""
+    item_bytes = VALUE_BITS[dtype] // 8
+    for n in (1, 1000, SMALL_BYTES // item_bytes, SMALL_BYTES // item_bytes + 1, 1 << 20, 1 << 28):
+        for on_cpu, may_block in itertools.product((True, False), repeat=2):
+            x = Values(n, item_bytes, dtype, codec, on_cpu)
+            algorithm = by_rule(operation, x, shape, may_block)
+            assert algorithm in COSTS[operation]
+            assert algorithm not in (*ROUNDS_EACH_HOP, "native")
+            if n > SMALL_BYTES:  # recursive doubling, which rounds log2(ranks) times, is for short ones
+                assert algorithm in ("two_step", "two_level", "node_window")
 
 
 def test_what_the_library_cannot_count_is_not_asked_of_it():

@@ -68,7 +68,6 @@ class Launcher(Protocol):
         A tensor is handed over as its address, a number as 64 bits. No tensor has to be kept until the kernel has run:
         torch gives its memory to what is queued later on the same stream.
         """
-        ...
 
 
 class CupyLauncher:
