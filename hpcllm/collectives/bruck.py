@@ -73,9 +73,10 @@ def _turn(x: torch.Tensor, out: torch.Tensor, part: slice, group: Group, codec: 
     """Exchange one part of all blocks. x, out: (ranks, block)."""
     size, rank = group.size, group.rank
     slot_bytes = codec.encoded_bytes(out[0, part].numel())
-    names = ("slots", "leaving", "coming")
-    scratch = (group.wire.memory.scratch(name, size * padded(slot_bytes)).view(size, -1) for name in names)
-    slots, leaving, coming = scratch
+    slots, leaving, coming = (
+        group.wire.memory.scratch(name, size * padded(slot_bytes)).view(size, -1)
+        for name in ("slots", "leaving", "coming")
+    )
     for i in range(1, size):
         peer = (rank + i) % size
         data = codec.encode(x[peer, part], slots[i], (rank * size + peer) * x.shape[1] + part.start)

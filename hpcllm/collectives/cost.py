@@ -173,16 +173,17 @@ def _ring_allreduce(size: float, coding: Coding, shape: Shape, rates: Rates) -> 
 
 
 def _ring_reduce_scatter(size: float, coding: Coding, shape: Shape, rates: Rates) -> float:
-    hops, chunk = shape.ranks - 1, size / shape.ranks
-    work = hops * (_work_s(chunk, coding.add_gb_s) + _encoded_s(chunk, coding))
-    wire = _neighbour(hops * chunk / coding.ratio, shape, rates)
-    start = hops * (_latency_s(shape, rates) + _segments(chunk) * rates.message_s)
-    return start + _overlapped(work, wire, _segments(chunk))
+    foreign = size * (shape.ranks - 1) / shape.ranks
+    return _ring_s(size, _work_s(foreign, coding.add_gb_s) + _encoded_s(foreign, coding), coding, shape, rates)
 
 
 def _ring_allgather(size: float, coding: Coding, shape: Shape, rates: Rates) -> float:
+    return _ring_s(size, _encoded_s(size / shape.ranks, coding) + _placed_s(size, coding), coding, shape, rates)
+
+
+def _ring_s(size: float, work: float, coding: Coding, shape: Shape, rates: Rates) -> float:
+    """One half of a ring: a chunk at each hop."""
     hops, chunk = shape.ranks - 1, size / shape.ranks
-    work = _encoded_s(chunk, coding) + _placed_s(size, coding)
     wire = _neighbour(hops * chunk / coding.ratio, shape, rates)
     start = hops * (_latency_s(shape, rates) + _segments(chunk) * rates.message_s)
     return start + _overlapped(work, wire, _segments(chunk))
@@ -238,32 +239,20 @@ def _rabenseifner(size: float, coding: Coding, shape: Shape, rates: Rates) -> fl
     return start + work + sum(wire) + _folded_s(size, coding, shape, rates)
 
 
-def _node_window(size: float, coding: Coding, shape: Shape, rates: Rates) -> float:
-    del coding
-    return rates.window.latency_s + rates.window.carry_s(window_bytes(size, shape.ranks))
-
-
 def window_bytes(size: float, ranks: int) -> float:
     """Bytes that a rank copies into slots and out of them, and adds up: its own slice of x stays where it is."""
     return 2 * size * (ranks - 1) / ranks + size
 
 
-def _node_window_reduce_scatter(size: float, coding: Coding, shape: Shape, rates: Rates) -> float:
-    """Cost for an array anywhere: addends of the others' chunks go through slots, every addend of the own is read."""
-    del coding
-    return rates.window.latency_s + rates.window.carry_s(size * (shape.ranks - 1) / shape.ranks + size)
-
-
-def _node_window_allgather(size: float, coding: Coding, shape: Shape, rates: Rates) -> float:
-    """The own part goes into slots, the others' come out of theirs."""
-    del coding, shape
-    return rates.window.latency_s + rates.window.carry_s(size)
+def _in_window(copied_bytes: Callable[[float, int], float]) -> Formula:
+    """A node's window, measured as one link; copied_bytes(size, ranks): through slots and added up, by one rank."""
+    return lambda size, _, shape, rates: rates.window.latency_s + rates.window.carry_s(copied_bytes(size, shape.ranks))
 
 
 def _two_level(size: float, coding: Coding, shape: Shape, rates: Rates) -> float:
     """The node's sum through its window, between the halves of which each lane takes two steps between nodes."""
     node, between = Shape(shape.node_ranks), Shape(shape.nodes, shape.nodes)
-    inside = _node_window(size, coding, node, rates) if node.ranks > 1 else 0.0
+    inside = _in_window(window_bytes)(size, coding, node, rates) if node.ranks > 1 else 0.0
     if shape.nodes == 1:
         return inside
     crossing = 2 * size * (shape.nodes - 1) / shape.nodes / coding.ratio  # of all lanes together
@@ -317,11 +306,9 @@ def _ring_broadcast(size: float, coding: Coding, shape: Shape, rates: Rates) -> 
 def _native(operation: str) -> Formula:
     """The library: measured as one link, small messages in log2(ranks) rounds, long ones at the bound's volume."""
 
-    def formula(size: float, coding: Coding, shape: Shape, rates: Rates) -> float:
-        del coding
+    def formula(size: float, _: Coding, shape: Shape, rates: Rates) -> float:
         link = rates.library.get(operation, rates.far if shape.nodes > 1 else rates.near)
-        rounds = _rounds(shape)
-        return rounds * link.latency_s + link.carry_s(VOLUMES[operation](size, shape))
+        return _rounds(shape) * link.latency_s + link.carry_s(VOLUMES[operation](size, shape))
 
     return formula
 
@@ -329,7 +316,7 @@ def _native(operation: str) -> Formula:
 COSTS: dict[str, dict[str, Formula]] = {
     "allreduce": {
         "native": _native("allreduce"),
-        "node_window": _node_window,
+        "node_window": _in_window(window_bytes),
         "two_step": _two_step_allreduce,
         "two_level": _two_level,
         "recursive_doubling": _recursive_doubling,
@@ -338,13 +325,13 @@ COSTS: dict[str, dict[str, Formula]] = {
     },
     "reduce_scatter": {
         "native": _native("reduce_scatter"),
-        "node_window": _node_window_reduce_scatter,
+        "node_window": _in_window(lambda size, ranks: size * (ranks - 1) / ranks + size),  # others' addends; the own
         "two_step": _two_step_reduce_scatter,
         "ring": _ring_reduce_scatter,
     },
     "allgather": {
         "native": _native("allgather"),
-        "node_window": _node_window_allgather,
+        "node_window": _in_window(lambda size, _: size),  # the own part goes in, the others' come out
         "ring": _ring_allgather,
         "bruck": _bruck_allgather,
     },

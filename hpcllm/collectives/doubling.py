@@ -31,7 +31,6 @@ Rabenseifner 2004, "Optimization of Collective Reduction Operations" (vector hal
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -48,35 +47,26 @@ HALVING_VALUES = 1 << 22
 
 def recursive_doubling_allreduce(x: torch.Tensor, group: Group, codec: Codec) -> None:
     """Sum x (n,) over the group in place, any n. Collective over group. Raises StallError, CodecError."""
-    fold = Fold(group, f"a sum by recursive doubling over {group.size} ranks")
-    for start in range(0, x.numel() if group.size > 1 else 0, DOUBLING_VALUES):
-        _sum(x[start : start + DOUBLING_VALUES], start, x.numel(), fold, codec)
-
-
-def _sum(x: torch.Tensor, start: int, n: int, fold: Fold, codec: Codec) -> None:
-    """x: values from `start` on of an array of n."""
-    fold.hand_in(x, codec, (fold.levels * fold.group.size + fold.group.rank) * n + start)
-    place = fold.place
-    if place is not None:
-        _climb(x, place, start, n, fold, codec)
-    fold.hand_out(x)
-
-
-def _climb(x: torch.Tensor, place: int, start: int, n: int, fold: Fold, codec: Codec) -> None:
-    for level in range(fold.levels):
-        # ranks that hold the same bits must round them alike, and others apart
-        index = (level * fold.group.size + (place >> level)) * n + start
-        _meet(x, place, place ^ 1 << level, index, fold, codec)
+    fold, n = Fold(group, f"a sum by recursive doubling over {group.size} ranks"), x.numel()
+    for start in range(0, n if group.size > 1 else 0, DOUBLING_VALUES):
+        part = x[start : start + DOUBLING_VALUES]
+        fold.hand_in(part, codec, (fold.levels * group.size + group.rank) * n + start)
+        if fold.place is not None:
+            for level in range(fold.levels):
+                # ranks that hold the same bits must round them alike, and others apart
+                index = (level * group.size + (fold.place >> level)) * n + start
+                _meet(part, fold.place, fold.place ^ 1 << level, index, fold, codec)
+        fold.hand_out(part)
 
 
 def _meet(x: torch.Tensor, place: int, partner: int, index: int, fold: Fold, codec: Codec) -> None:
-    wire, peer = fold.group.wire, fold.rank_at(partner)
-    mine = codec.encode(x, wire.memory.scratch("mine", codec.encoded_bytes(x.numel())), index)
-    theirs = wire.memory.scratch("theirs", codec.encoded_bytes(x.numel()))
-    _exchange(fold, mine, theirs, peer, x.nbytes, lambda: f"partial sum of {fold.what}, {fold.group.name(peer)}")
+    memory, peer = fold.group.wire.memory, fold.rank_at(partner)
+    mine = codec.encode(x, memory.scratch("mine", codec.encoded_bytes(x.numel())), index)
+    theirs = memory.scratch("theirs", codec.encoded_bytes(x.numel()))
+    fold.exchange("partial sum", mine, theirs, peer, x.nbytes)
     theirs = theirs[: codec.used_bytes(theirs, x.numel())]
     lower, upper = (mine, theirs) if place < partner else (theirs, mine)
-    total = wire.memory.workspace("total", x.numel(), torch.float32)
+    total = memory.workspace("total", x.numel(), torch.float32)
     codec.decode(lower, total)
     codec.decode_add(upper, total)
     x.copy_(total)
@@ -107,7 +97,7 @@ def _halve(x: torch.Tensor, pieces: list[tuple[int, int]], place: int, index: in
         data = codec.encode(x[mine], slot, index + mine.start) if x[mine].numel() else slot[:0]
         room_bytes = codec.encoded_bytes(x[theirs].numel()) if x[theirs].numel() else 0
         landing = group.wire.memory.scratch("theirs", room_bytes)
-        _exchange(fold, data, landing, peer, x[mine].nbytes, _half(fold, peer))
+        fold.exchange("half", data, landing, peer, x[mine].nbytes)
         if x[theirs].numel():
             _add_encoded(landing, x[theirs], group, codec)
         low, distance = kept, distance // 2
@@ -124,23 +114,13 @@ def _double(x: torch.Tensor, pieces: list[tuple[int, int]], place: int, index: i
         coming = [lengths[place ^ i] for i in range(distance, 2 * distance)]
         plain_bytes = sum(lengths[place ^ i] for i in range(distance)) * x.element_size()
         peer = fold.rank_at(place ^ distance)
-        _exchange(fold, packed.front(distance), packed.room(coming), peer, plain_bytes, _half(fold, peer))
+        fold.exchange("half", packed.front(distance), packed.room(coming), peer, plain_bytes)
         packed.received(coming)
         distance *= 2
     for i in range(1 if codec.lossless else 0, fold.places):
         part = x[slice(*pieces[place ^ i])]
         if part.numel():
             codec.decode(packed.piece(i), part)
-
-
-def _half(fold: Fold, peer: int) -> Callable[[], str]:
-    return lambda: f"half of {fold.what}, {fold.group.name(peer)}"
-
-
-def _exchange(
-    fold: Fold, data: torch.Tensor, landing: torch.Tensor, peer: int, plain_bytes: int, what: Callable[[], str]
-) -> None:
-    fold.group.wire.exchange(fold.group.comm, data, peer, landing, peer, plain_bytes, what)
 
 
 @dataclass(frozen=True)
@@ -170,6 +150,13 @@ class Fold:
     def rank_at(self, place: int) -> int:
         extra = self.group.size - self.places
         return 2 * place + 1 if place < extra else place + extra
+
+    def exchange(self, name: str, data: torch.Tensor, landing: torch.Tensor, peer: int, plain_bytes: int) -> None:
+        """Send `data` to a rank while `landing` fills from it, and wait for both. Raises StallError."""
+        group = self.group
+        group.wire.exchange(
+            group.comm, data, peer, landing, peer, plain_bytes, lambda: f"{name} of {self.what}, {group.name(peer)}"
+        )
 
     def hand_in(self, x: torch.Tensor, codec: Codec, index: int) -> None:
         """Add extra ranks' x to their neighbours' x."""

@@ -42,6 +42,7 @@ from hpcllm.collectives import (
 )
 from hpcllm.collectives.arrays import Array, flat, new_like, overlap
 from hpcllm.collectives.group import Group, group_of
+from hpcllm.collectives.selection import SUMS
 from hpcllm.mpi.partition import chunk_range
 
 __all__ = ["ALGORITHMS", "allgather", "allreduce", "alltoall", "broadcast", "chunk_range", "reduce_scatter"]
@@ -79,7 +80,6 @@ ALGORITHMS: dict[str, dict[str, Callable[..., None]]] = {
         "native": native.native_broadcast,
     },
 }
-SUMS = ("allreduce", "reduce_scatter")
 CPU_ONLY = ("node_window",)  # algorithms that work in memory which the ranks of a node share
 FLOAT32 = np.dtype(np.float32)
 SHORTCUT_BYTES = 64 << 10

@@ -109,8 +109,7 @@ def _allreduce(x: Values, shape: Shape) -> str:
 
 def candidates(operation: str, codec: str, dtype: str, shape: Shape, n: int = 0) -> list[str]:
     """Algorithms that can run it on n values and that keep its error flat in the number of ranks."""
-    names = [name for name in COSTS[operation] if _suits(operation, name, codec, dtype, shape)]
-    return [name for name in names if name != "native" or library_counts(operation, n)]
+    return [name for name in COSTS[operation] if _suits(operation, name, codec, dtype, shape, n)]
 
 
 def library_counts(operation: str, n: int) -> bool:
@@ -118,10 +117,10 @@ def library_counts(operation: str, n: int) -> bool:
     return n <= LARGEST_COUNT or operation in ("allreduce", "broadcast")
 
 
-def _suits(operation: str, algorithm: str, codec: str, dtype: str, shape: Shape) -> bool:
+def _suits(operation: str, algorithm: str, codec: str, dtype: str, shape: Shape, n: int) -> bool:
     sums, full = operation in SUMS, dtype == "float32"
     if algorithm == "native":
-        return codec == "raw" and (full or not sums)
+        return codec == "raw" and (full or not sums) and library_counts(operation, n)
     if algorithm == "node_window":
         return codec == "raw" and shape.nodes == 1
     if algorithm == "two_level":

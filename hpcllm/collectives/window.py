@@ -99,18 +99,14 @@ def allocate_window(size_bytes: int, group: Group) -> Window:
         handle.Free()
         raise
     addresses = np.array([part.ctypes.data for part in parts], dtype=np.uint64)
-    window = Window(_number(group.node), group.node, handle, parts[group.node.rank], addresses)
+    # the next number of the node's first rank, made its own by its rank in the job
+    number = np.array([next(_numbers) << 32 | MPI.COMM_WORLD.rank])
+    group.node.Bcast(number)
+    window = Window(int(number[0]), group.node, handle, parts[group.node.rank], addresses)
     with _change:
         _set_known([*_known[1], window])
     group.at_free.append(window.free)
     return window
-
-
-def _number(node: MPI.Intracomm) -> int:
-    """The next number of the node's first rank, made its own by its rank in the job."""
-    number = np.array([next(_numbers) << 32 | MPI.COMM_WORLD.rank])
-    node.Bcast(number)
-    return int(number[0])
 
 
 def _part(handle: MPI.Win, rank: int, size_bytes: int) -> NDArray[np.uint8]:

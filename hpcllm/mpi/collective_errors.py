@@ -22,6 +22,8 @@ from hpcllm.mpi.rank_names import name_ranks
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from hpcllm.mpi.wait import Waits
+
 T = TypeVar("T")
 REPORT_LIMIT_S = 3600.0  # rank 0 may prepare a tokenizer, others may write a large file
 
@@ -40,7 +42,7 @@ def on_root(comm: MPI.Intracomm | None, function: Callable[[], T]) -> T:
             result = function()
         except (errors.HpcllmError, OSError) as error:
             report = _report(error)
-    _barrier(comm)
+    _polite().all([comm.Ibarrier()], lambda: f"{comm.size} ranks to come to the same point")
     answer: T
     answer, report = comm.bcast((result, report), root=0)
     if report:
@@ -70,7 +72,9 @@ def raise_if_any_failed(comm: MPI.Intracomm | None, error: Exception | None) -> 
         if error:
             raise error
         return
-    if not _any_rank(comm, error is not None):
+    failures = np.array([error is not None], dtype=np.int32)
+    _polite().allreduce(comm, failures, lambda: f"{comm.size} ranks to say how it went")
+    if not failures[0]:
         return
     reports = comm.allgather(_report(error) if error else None)
     failed = [(rank, *report) for rank, report in enumerate(reports) if report]
@@ -83,21 +87,11 @@ def raise_if_any_failed(comm: MPI.Intracomm | None, error: Exception | None) -> 
     raise _rebuild(kinds.pop() if len(kinds) == 1 else "CollectiveError", message) from error
 
 
-def _barrier(comm: MPI.Intracomm) -> None:
-    """Wait for all ranks without taking the core of a rank that is awaited. Raises StallError."""
+def _polite() -> Waits:
+    """Waits that do not take the core of a rank that is awaited."""
     from hpcllm.mpi.wait import Waits  # starts MPI
 
-    Waits(REPORT_LIMIT_S).all([comm.Ibarrier()], lambda: f"{comm.size} ranks to come to the same point")
-
-
-def _any_rank(comm: MPI.Intracomm, flag: bool) -> bool:
-    from mpi4py import MPI
-
-    from hpcllm.mpi.wait import Waits
-
-    flags = np.array([flag], dtype=np.int32)
-    Waits(REPORT_LIMIT_S).allreduce(comm, flags, lambda: f"{comm.size} ranks to say how it went", MPI.MAX)
-    return bool(flags[0])
+    return Waits(REPORT_LIMIT_S)
 
 
 def _report(error: Exception) -> tuple[str, str]:

@@ -10,7 +10,7 @@
 
 An MPI that is not GPU-aware takes the address for one of the CPU, and the process dies of SIGSEGV: a flag that says so
 may be missing, wrong, or about another build, so it is tried. The child is started by vfork and exec, never a fork of a
-process in which MPI runs. Ranks of other nodes wait asleep.
+process in which MPI runs: `python -m hpcllm.mpi.gpu_aware DEVICE`. Ranks of other nodes wait asleep.
 Sources of what libraries say: Open MPI, MPIX_Query_cuda_support(3) and MPIX_Query_rocm_support(3); MPICH,
 MPIX_GPU_query_support(3); HPE Cray MPI, intro_mpi(3), MPICH_GPU_SUPPORT_ENABLED.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -33,9 +34,10 @@ from mpi4py import MPI
 import hpcllm
 from hpcllm.errors import StallError
 from hpcllm.mpi import buffers
-from hpcllm.mpi.gpu_aware_trial import SIZES, STARTED, pattern
 from hpcllm.mpi.wait import Waits, name_rank
 
+SIZES = (256, 4 << 20)  # bytes: eager; by rendezvous, between processes by mapped memory
+STARTED = "started"  # a child prints it once MPI and the device are up: what ends it now says something about both
 TRIAL_LIMIT_S = 120.0  # of a child that reads PyTorch from a slow file system
 EXCHANGE_LIMIT_S = 60.0
 # what launchers and batch systems tell a process of the job that it belongs to
@@ -66,19 +68,14 @@ def gpu_aware(comm: MPI.Intracomm, device: torch.device, setting: str = "auto") 
         return DeviceAccess(setting == "yes", f'communication.gpu_aware = "{setting}"')
     own = MPI.Intracomm(comm.Dup())
     node = MPI.Intracomm(own.Split_type(MPI.COMM_TYPE_SHARED, own.rank))
-    found = alive = _agreed(
-        own, try_in_child(device) if node.rank == 0 and device.type != "cpu" else _no_device(device)
-    )
+    mine = DeviceAccess(device.type != "cpu", "the values are on the CPU")
+    found = alive = _agreed(own, try_in_child(device) if node.rank == 0 and mine.direct else mine)
     node.Free()
     if alive.direct:
         found = _agreed(own, _try_in_ring(own, device))
     if found.direct or not alive.direct:  # else messages may still be on their way
         own.Free()
     return found
-
-
-def _no_device(device: torch.device) -> DeviceAccess:
-    return DeviceAccess(device.type != "cpu", "the values are on the CPU")
 
 
 def _agreed(comm: MPI.Intracomm, mine: DeviceAccess) -> DeviceAccess:
@@ -93,7 +90,7 @@ def _agreed(comm: MPI.Intracomm, mine: DeviceAccess) -> DeviceAccess:
 
 def try_in_child(device: torch.device, limit_s: float = TRIAL_LIMIT_S) -> DeviceAccess:
     """Return what a child process found that sends memory of the device to itself. Not collective."""
-    command = [sys.executable, "-m", "hpcllm.mpi.gpu_aware_trial", str(device)]
+    command = [sys.executable, "-m", "hpcllm.mpi.gpu_aware", str(device)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_JOB)}
     package = str(Path(hpcllm.__file__).resolve().parent.parent)  # however this process came to find it
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
@@ -126,7 +123,10 @@ def _try_in_ring(comm: MPI.Intracomm, device: torch.device) -> DeviceAccess:
     """Send device memory to the next rank and receive that of the one before. Collective over comm."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for size_bytes in SIZES:
-        sent, landing = pattern(size_bytes, comm.rank).to(device), torch.zeros(size_bytes, dtype=torch.uint8).to(device)
+        sent, landing = (
+            _pattern(size_bytes, comm.rank).to(device),
+            torch.zeros(size_bytes, dtype=torch.uint8).to(device),
+        )
         torch.accelerator.synchronize(device)
         try:
             requests = buffers.irecv(comm, landing, left, 0) + buffers.isend(comm, sent, right, 0)
@@ -138,7 +138,7 @@ def _try_in_ring(comm: MPI.Intracomm, device: torch.device) -> DeviceAccess:
             )
         except MPI.Exception as error:
             return DeviceAccess(False, f"MPI did not take device memory: {error.Get_error_string()}")
-        if not torch.equal(landing.cpu(), pattern(size_bytes, left)):
+        if not torch.equal(landing.cpu(), _pattern(size_bytes, left)):
             return DeviceAccess(False, f"{size_bytes} bytes of device memory from {name_rank(comm, left)} came wrong")
     return DeviceAccess(True, "device memory was sent and came right")
 
@@ -195,3 +195,27 @@ def mpi_libraries() -> list[str]:
     except OSError:
         return []
     return sorted(found)
+
+
+def _pattern(size_bytes: int, seed: int) -> torch.Tensor:
+    """Return (size_bytes,) uint8 on the CPU, different for each seed."""
+    return ((torch.arange(size_bytes) * 7 + 31 * seed + 1) % 251).to(torch.uint8)
+
+
+def _send_to_oneself(device: torch.device) -> int:
+    """Send memory of the device to this process itself, perhaps to die of it; return the exit code. A child's work."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    torch.accelerator.set_device_index(device)
+    pairs = [(_pattern(size, 0).to(device), torch.zeros(size, dtype=torch.uint8).to(device)) for size in SIZES]
+    torch.accelerator.synchronize(device)
+    print(STARTED, flush=True)
+    for data, landing in pairs:
+        MPI.Request.Waitall(buffers.irecv(MPI.COMM_SELF, landing, 0, 0) + buffers.isend(MPI.COMM_SELF, data, 0, 0))
+        if not torch.equal(landing.cpu(), data.cpu()):
+            print(f"{data.numel()} bytes came wrong", flush=True)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_send_to_oneself(torch.device(sys.argv[1])))

@@ -7,8 +7,17 @@ import os
 import pytest
 import torch
 
-from hpcllm.mpi.gpu_aware import CUDA, HIP, LEVEL_ZERO, DeviceAccess, _verdict, gpu_aware, library_says, try_in_child
-from hpcllm.mpi.gpu_aware_trial import STARTED
+from hpcllm.mpi.gpu_aware import (
+    CUDA,
+    HIP,
+    LEVEL_ZERO,
+    STARTED,
+    DeviceAccess,
+    _verdict,
+    gpu_aware,
+    library_says,
+    try_in_child,
+)
 
 DEVICE = "pretend:0"
 UP = f"{STARTED}\n".encode()
