@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 from hpcllm.codecs.protocol import Codec
 from hpcllm.collectives.group import Group
@@ -30,19 +28,11 @@ def native_allreduce(x: torch.Tensor, group: Group, codec: Codec) -> None:
     """Sum x (n,) float32 over the group in place. Collective. Raises ValueError on another dtype or codec."""
     _check_sum(codec)
     on_host = _on_host("sum", x, group)
-    memory = on_host.numpy()
-    _add_up(memory, group)
-    _bring_back(on_host, x)
-
-
-def _add_up(x: NDArray[np.float32], group: Group) -> None:
-    if x.nbytes <= LARGEST_MESSAGE_BYTES and group.wire.waits.limit_s is None:
-        group.comm.Allreduce(MPI.IN_PLACE, x)
-        return
-    step = LARGEST_MESSAGE_BYTES // x.itemsize
-    for start in range(0, x.size, step):
-        piece = x[start : start + step]
+    memory, step = on_host.numpy(), LARGEST_MESSAGE_BYTES // x.element_size()
+    for start in range(0, memory.size, step):
+        piece = memory[start : start + step]
         group.wire.waits.allreduce(group.comm, piece, lambda: f"the library's allreduce over {group.size} ranks")
+    _bring_back(on_host, x)
 
 
 def native_reduce_scatter(x: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec) -> None:

@@ -114,6 +114,9 @@ class _Cut:
         what = f"{name} of a two-step sum over {self.group.size} ranks to go"
         return Slots(self.group.wire, f"two_step {name}", turns, count, self.slot_bytes, what)
 
+    def name(self, what: str, segment: int, rank: int) -> str:
+        return f"{what} {segment} of a two-step sum over {self.group.size} ranks, from {self.group.name(rank)}"
+
     def arrived(self, requests: list[MPI.Request], data: torch.Tensor, n: int, what: Callable[[], str]) -> torch.Tensor:
         """The encoding of n values that was received in front of `data`."""
         self.group.wire.waits.all(requests, what)
@@ -153,7 +156,7 @@ class _Addends:
         left out."""
         for rank in self.cut.peers if n else ():
             requests = self.arriving.pop((rank, segment))
-            self.cut.group.wire.waits.all(requests, lambda rank=rank: self._name(rank, segment))  # type: ignore[misc]
+            self.cut.group.wire.waits.all(requests, partial(self.cut.name, "addend", segment, rank))
         return self.landing.rows(segment)
 
     def add_up(self, segment: int, result: torch.Tensor) -> torch.Tensor:
@@ -176,10 +179,8 @@ class _Addends:
             elif total.data_ptr() != own.data_ptr():
                 total.copy_(own)
             return
-        data = self._slot(rank, segment, own.numel())
-        data = self.cut.arrived(
-            self.arriving.pop((rank, segment)), data, own.numel(), lambda: self._name(rank, segment)
-        )
+        data, requests = self._slot(rank, segment, own.numel()), self.arriving.pop((rank, segment))
+        data = self.cut.arrived(requests, data, own.numel(), lambda: self.cut.name("addend", segment, rank))
         if rank:
             self.cut.codec.decode_add(data, total)
         else:
@@ -194,10 +195,6 @@ class _Addends:
 
     def _slot(self, rank: int, segment: int, n: int) -> torch.Tensor:
         return self.landing.take(segment, rank, self.cut.codec.encoded_bytes(n))
-
-    def _name(self, rank: int, segment: int) -> str:
-        size, name = self.cut.group.size, self.cut.group.name(rank)
-        return f"addend {segment} of a two-step sum over {size} ranks, from {name}"
 
 
 class _Sums:
@@ -239,7 +236,7 @@ class _Sums:
             if part.numel():
                 data = self._slot(peer, segment, part)
                 requests = self.arriving.pop((peer, segment))
-                data = self.cut.arrived(requests, data, part.numel(), partial(self._name, peer, segment))
+                data = self.cut.arrived(requests, data, part.numel(), partial(self.cut.name, "sum", segment, peer))
                 self.cut.codec.decode(data, part)
 
     def _receive(self, segment: int) -> None:
@@ -253,7 +250,3 @@ class _Sums:
         if isinstance(self.cut.codec, Raw):
             return part.view(torch.uint8)  # straight to its place
         return self.landing.take(segment, peer, self.cut.codec.encoded_bytes(part.numel()))
-
-    def _name(self, peer: int, segment: int) -> str:
-        size, name = self.cut.group.size, self.cut.group.name(peer)
-        return f"sum {segment} of a two-step sum over {size} ranks, from {name}"

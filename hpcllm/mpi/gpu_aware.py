@@ -144,7 +144,9 @@ def _try_in_ring(comm: MPI.Intracomm, device: torch.device) -> DeviceAccess:
 
 
 def _by_library(device: torch.device, cause: str) -> DeviceAccess:
-    says = library_says(MPI.Get_library_version(), _kind(device), os.environ, " ".join(mpi_libraries()), _call)
+    cuda = HIP if torch.version.hip else CUDA
+    kind = {"cuda": cuda, "xpu": LEVEL_ZERO}.get(device.type)
+    says = library_says(MPI.Get_library_version(), kind, os.environ, " ".join(mpi_libraries()), _call)
     if says is None:
         return DeviceAccess(False, f"{cause}, and the library does not say that it is GPU-aware")
     return DeviceAccess(says, f"{cause}; the library says {'yes' if says else 'no'}")
@@ -168,12 +170,6 @@ def library_says(
     flag = ctypes.c_int(0)
     failed = call("MPIX_GPU_query_support", ctypes.c_int(kind), ctypes.byref(flag))
     return None if failed is None else not failed and flag.value == 1
-
-
-def _kind(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return HIP if torch.version.hip else CUDA
-    return LEVEL_ZERO if device.type == "xpu" else None
 
 
 def _call(name: str, *arguments: object) -> int | None:

@@ -50,14 +50,9 @@ def _runs(ordered: Collection[int]) -> Iterator[str]:
             length += 1
         if length < 3 and step > 1:
             length = 1
-        yield _run(rest[0], rest[length - 1], step)
+        by = f" by {step}" if step > 1 else ""
+        yield f"{rest[0]}-{rest[length - 1]}{by}" if length > 1 else str(rest[0])
         del rest[:length]
-
-
-def _run(first: int, last: int, step: int) -> str:
-    if first == last:
-        return str(first)
-    return f"{first}-{last}" + (f" by {step}" if step > 1 else "")
 
 
 def _range(run: str) -> range:

@@ -89,7 +89,9 @@ class Watchdog:
         """
         turn = min(self.comm.rank, REPORTERS)
         if turn < REPORTERS:
-            self._ask()
+            with self._lock:
+                others = (rank for rank in range(self.comm.size) if rank != self.comm.rank)
+                self._sends += [self.comm.Isend([bytearray(), MPI.BYTE], rank, ASK) for rank in others]
         end_s = time.monotonic() + GRACE_S + turn * DEPUTY_S
         while time.monotonic() < end_s:
             with self._lock:
@@ -109,7 +111,8 @@ class Watchdog:
                 self._asked = True
             else:
                 self._stalled = True
-                self.heard.append(_waiting(source, text))
+                waited_s, _, what = text.decode().partition(" ")
+                self.heard.append(Waiting(source, float(waited_s), what))
 
     def _tell(self, waiting: Waiting) -> None:
         text = f"{waiting.waited_s:.3f} {waiting.what}".encode()
@@ -118,12 +121,6 @@ class Watchdog:
                 self.heard.append(waiting)
             else:
                 self._sends.append(self.comm.Isend([text, MPI.BYTE], reporter, TELL))
-
-    def _ask(self) -> None:
-        nothing = bytearray()
-        others = (rank for rank in range(self.comm.size) if rank != self.comm.rank)
-        with self._lock:
-            self._sends += [self.comm.Isend([nothing, MPI.BYTE], rank, ASK) for rank in others]
 
 
 @contextmanager
@@ -154,11 +151,6 @@ def _processes(world: MPI.Intracomm) -> NDArray[np.bytes_]:
         landing = [table, MPI.BYTE] if world.rank == reporter else None
         world.Gather([mine, MPI.BYTE], landing, reporter)
     return table
-
-
-def _waiting(rank: int, text: bytearray) -> Waiting:
-    waited_s, _, what = text.decode().partition(" ")
-    return Waiting(rank, float(waited_s), what)
 
 
 @dataclass(frozen=True)
@@ -286,15 +278,12 @@ def _waiting_lines(waits: Iterable[Waiting]) -> list[str]:
     kinds: dict[str, list[Waiting]] = {}
     for wait in waits:
         kinds.setdefault(_kind(wait.what), []).append(wait)
-    ordered = sorted(kinds.values(), key=lambda kind: -max(wait.waited_s for wait in kind))
-    return [_kind_line(kind) for kind in ordered]
-
-
-def _kind_line(kind: Sequence[Waiting]) -> str:
-    who = name_ranks((wait.rank for wait in kind), MOST_RUNS)
-    texts = {wait.what for wait in kind}
-    what = texts.pop() if len(texts) == 1 else _kind(kind[0].what)
-    return f"    {max(wait.waited_s for wait in kind):6.1f} s  {who}: {what}"
+    lines = []
+    for name, kind in kinds.items():
+        who, texts = name_ranks((wait.rank for wait in kind), MOST_RUNS), {wait.what for wait in kind}
+        what, longest_s = texts.pop() if len(texts) == 1 else name, max(wait.waited_s for wait in kind)
+        lines.append((-longest_s, f"    {longest_s:6.1f} s  {who}: {what}"))
+    return [line for _, line in sorted(lines, key=lambda line: line[0])]
 
 
 def _kind(what: str) -> str:
