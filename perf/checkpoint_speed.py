@@ -121,9 +121,10 @@ class Bench:
                 place += len(piece)
 
     def ours(self, path: Path, writer: str) -> None:
-        from hpcllm.checkpoint.writer import Settings, write
+        from hpcllm.checkpoint.writer import write
+        from hpcllm.config.schema import CheckpointConfig
 
-        write(path, self.comm, self.plan, self.arrays.__getitem__, {}, Settings(writer))
+        write(path, self.comm, self.plan, self.arrays.__getitem__, {}, CheckpointConfig(writer=writer))
 
     def torch_save(self, path: Path) -> None:
         import torch

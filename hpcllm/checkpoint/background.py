@@ -30,8 +30,9 @@ from hpcllm.checkpoint.layout import Attribute
 from hpcllm.checkpoint.plan import Plan
 from hpcllm.checkpoint.slabs import Slab
 from hpcllm.checkpoint.state import LocalSlabs, arrays_of
-from hpcllm.checkpoint.writer import Settings, WriteReport, prepare, write
+from hpcllm.checkpoint.writer import WriteReport, prepare, write
 from hpcllm.collectives.worker import can_thread, run_in_order
+from hpcllm.config.schema import CheckpointConfig
 from hpcllm.errors import HpcllmError
 from hpcllm.mpi.collective_errors import on_root
 
@@ -73,8 +74,7 @@ class Background:
     """
 
     comm: MPI.Intracomm
-    settings: Settings
-    asynchronous: bool
+    settings: CheckpointConfig
     check: Callable[[], None]
     tidy: Callable[[], str]
     _plan: Plan | None = None
@@ -83,7 +83,7 @@ class Background:
     _underway: _Underway | None = None
 
     def __post_init__(self) -> None:
-        self.asynchronous = self.asynchronous and can_thread()
+        self.asynchronous = self.settings.asynchronous and can_thread()
 
     @property
     def copy_bytes(self) -> int:

@@ -32,6 +32,7 @@ from hpcllm.checkpoint.header import Index, header_bytes
 from hpcllm.checkpoint.layout import Attribute, DatasetSpec, checksum, checksum_ranges
 from hpcllm.checkpoint.plan import Plan, check_array
 from hpcllm.checkpoint.slabs import Slab, boxes
+from hpcllm.config.schema import CheckpointConfig
 from hpcllm.errors import CheckpointError, ConfigError, StallError
 from hpcllm.mpi.collective_errors import on_root, raise_if_any_failed, rank_and_size
 from hpcllm.system.raw_files import disk_errors, sync, write_at
@@ -39,19 +40,11 @@ from hpcllm.system.raw_files import disk_errors, sync, write_at
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+DEFAULTS = CheckpointConfig()
 SECONDS = "written/seconds"  # until all blocks were on disk
 _BEHIND = 4  # blocks
 _LONGEST_S = 99_999_999.999  # no such number has a longer text
 REQUEST_BYTES = 1 << 30  # older MPI-IO and HDF5 count bytes of a request in 32 bits
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of a write, from [checkpoint] of a run file."""
-
-    writer: str = "offsets"  # or "mpio"
-    stripe_count: int = 0  # Lustre targets, -1 for all; 0: as the folder says
-    stripe_mib: int = 16
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,7 @@ def write(
     plan: Plan,
     array_of: Callable[[Slab], np.ndarray],
     attributes: Mapping[str, Attribute],
-    settings: Settings = Settings(),
+    settings: CheckpointConfig = DEFAULTS,
     check: Callable[[], None] = lambda: None,
 ) -> WriteReport:
     """Write `path` from the slabs of all ranks, as they were prepared. Collective over comm; None: one process.
@@ -179,7 +172,7 @@ class BlockFile:
         return disk_errors(CheckpointError, f"cannot write {self._path}")
 
 
-def _make_room(temporary: Path, path: Path, index: Index, settings: Settings) -> tuple[str, int]:
+def _make_room(temporary: Path, path: Path, index: Index, settings: CheckpointConfig) -> tuple[str, int]:
     """Make the folder, and an empty file if its stripes are to be set. Returns a note or "", and the header's size."""
     size = header_bytes(index)
     with disk_errors(CheckpointError, f"cannot create {path}"):

@@ -78,7 +78,7 @@ def prepare(options: PrepareOptions, comm: MPI.Intracomm) -> PrepareReport:
     """
     start_s = MPI.Wtime()
     given = on_root(comm, lambda: _check(options))
-    tokenizer.limit_threads(_ranks_on_node(comm))
+    _share_threads(comm)
     units, skipped = _my_units(options, comm)
 
     def read(label: str, total_bytes: int) -> Iterator[Document | Problem]:
@@ -225,8 +225,10 @@ def _on_first(comm: MPI.Intracomm, function: Callable[[], T]) -> T:
     return cast(T, comm.bcast(on_all(comm, lambda: function() if comm.rank == 0 else None)))
 
 
-def _ranks_on_node(comm: MPI.Intracomm) -> int:
+def _share_threads(comm: MPI.Intracomm) -> None:
+    """Share the cores of a node among its ranks' tokenizers, unless the user or the affinity has. Collective."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    ranks = node.size
+    cores = os.cpu_count() or 1
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, min(bound, cores // node.size))))
     node.Free()
-    return ranks

@@ -10,7 +10,6 @@ lengths of a document's tokens must add up to the document: checked for every do
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
@@ -169,13 +168,6 @@ def _token_bytes(tokenizer: Tokenizer, length: Callable[[str], int]) -> NDArray[
 
 def _added_bytes(added: AddedToken) -> bytes:
     return b"" if added.special else added.content.encode("utf-8")
-
-
-def limit_threads(ranks_on_node: int) -> None:
-    """Share the cores of a node among its ranks, unless the user or the affinity has; call before the first encode."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, min(bound, (os.cpu_count() or 1) // ranks_on_node))
-    os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -19,7 +19,6 @@ from mpi4py import MPI
 from hpcllm.checkpoint.background import Background, Written
 from hpcllm.checkpoint.folder import Retention, file_name
 from hpcllm.checkpoint.state import LocalSlabs, Residuals, RunState, local_slabs
-from hpcllm.checkpoint.writer import Settings
 from hpcllm.config.schema import to_tables
 from hpcllm.errors import HpcllmError
 from hpcllm.training.log import Log
@@ -95,8 +94,7 @@ def open_saving(run: RunContext, lock: RunLock, log: Log | None, newest: Path | 
     config = run.config.checkpoint
     comm = MPI.Intracomm(run.mesh.world.Dup())
     retention = Retention(run.run_folder / "checkpoints")
-    settings = Settings(config.writer, config.stripe_count, config.stripe_mib)
-    background = Background(comm, settings, config.asynchronous, lock.check, lambda: retention.tidy(config))
+    background = Background(comm, config, lock.check, lambda: retention.tidy(config))
     saving = Saving(run, run.residuals() if config.feedback else None, background, log, newest)
     try:
         yield saving

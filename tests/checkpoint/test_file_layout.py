@@ -10,7 +10,8 @@ import pytest
 from hpcllm.checkpoint.layout import DatasetSpec
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.slabs import whole
-from hpcllm.checkpoint.writer import Settings, prepare, write
+from hpcllm.checkpoint.writer import prepare, write
+from hpcllm.config.schema import CheckpointConfig
 
 RECORDS = """#!/bin/sh
 printf '%s|' "$@" > "{log}"
@@ -26,7 +27,7 @@ exit 25
 
 @pytest.fixture
 def write_striped(tmp_path, monkeypatch):
-    def function(lfs: str, settings: Settings) -> str:
+    def function(lfs: str, settings: CheckpointConfig) -> str:
         """Writes a file with this `lfs` on PATH; returns the note."""
         tools = tmp_path / "a bin"
         tools.mkdir()
@@ -48,7 +49,7 @@ def write_striped(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("count", "mib"), [(8, 16), (-1, 4)])
 def test_lfs_is_asked_for_the_file_before_it_is_there(tmp_path, write_striped, count, mib):
-    assert write_striped(RECORDS, Settings(stripe_count=count, stripe_mib=mib)) == ""
+    assert write_striped(RECORDS, CheckpointConfig(stripe_count=count, stripe_mib=mib)) == ""
     *asked, file, end = (tmp_path / "log").read_text().split("|")
     assert asked == ["setstripe", "-c", str(count), "-S", f"{mib}M"]
     assert file.startswith(f"{tmp_path / 'a folder' / 'x.h5'}.tmp-")
@@ -56,15 +57,15 @@ def test_lfs_is_asked_for_the_file_before_it_is_there(tmp_path, write_striped, c
 
 
 def test_without_a_wish_lfs_is_not_asked(tmp_path, write_striped):
-    assert write_striped(RECORDS, Settings()) == ""
+    assert write_striped(RECORDS, CheckpointConfig()) == ""
     assert not (tmp_path / "log").exists()
 
 
 def test_where_it_cannot_be_the_file_is_written_and_a_note_says_why(write_striped):
-    note = write_striped(REFUSES, Settings(stripe_count=4))
+    note = write_striped(REFUSES, CheckpointConfig(stripe_count=4))
     assert note.startswith("checkpoint.stripe_count = 4 has no effect: ")
     assert note.endswith("Inappropriate ioctl for device")
 
 
 def test_where_there_is_no_lfs_the_file_is_written_and_a_note_says_so(write_striped):
-    assert "there is no `lfs` on PATH" in write_striped("", Settings(stripe_count=4))
+    assert "there is no `lfs` on PATH" in write_striped("", CheckpointConfig(stripe_count=4))

@@ -20,7 +20,8 @@ from hpcllm.checkpoint import layout, writer
 from hpcllm.checkpoint.layout import CHECKSUMS, DatasetSpec
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.slabs import Slab, whole
-from hpcllm.checkpoint.writer import Settings, prepare, write
+from hpcllm.checkpoint.writer import prepare, write
+from hpcllm.config.schema import CheckpointConfig
 from hpcllm.errors import CheckpointError, ConfigError
 from hpcllm.mpi.partition import chunk_range
 
@@ -78,7 +79,7 @@ def test_whoever_brings_what_the_tensors_and_checksums_are_the_same_bytes(
         plan = prepare(comm, {slab.dataset: specs[slab.dataset] for slab in mine}, list(mine))
         for again in range(2):  # a plan is for a whole run
             path = shared_path / f"{seed}.h5"
-            report = write(path, comm, plan, mine.__getitem__, {"a": again}, Settings(writer=kind))
+            report = write(path, comm, plan, mine.__getitem__, {"a": again}, CheckpointConfig(writer=kind))
             parallel_assert(contents(path) == alone)
             with Checkpoint.open(report.path, comm) as checkpoint:
                 verify(checkpoint)
@@ -177,7 +178,7 @@ def test_a_source_that_fails_on_one_rank_fails_on_all(comm, shared_path, kind, w
     with pytest.raises(
         CheckpointError, match=f"rank {comm.size - 1}: (the source is cut|.* needs a C-contiguous array)"
     ):
-        write(shared_path / "x.h5", comm, plan, source, {}, Settings(writer=kind))
+        write(shared_path / "x.h5", comm, plan, source, {}, CheckpointConfig(writer=kind))
     comm.Barrier()
     parallel_assert(os.listdir(shared_path) == [])
 
@@ -281,7 +282,6 @@ def test_mpio_cuts_large_slabs_and_all_ranks_call_alike(comm, shared_path, parti
     tensors = {"w": np.arange(600, dtype="f4").reshape(10, 4, 15), "s": np.array(3.0)}
     mine = scattered(comm, partition, index_of, tensors, 3)
     specs = {"w": DatasetSpec((10, 4, 15), "float32"), "s": DatasetSpec((), "float64")}
-    path = write(
-        shared_path / "x.h5", comm, prepare(comm, specs, list(mine)), mine.__getitem__, {}, Settings("mpio")
-    ).path
+    plan, config = prepare(comm, specs, list(mine)), CheckpointConfig(writer="mpio")
+    path = write(shared_path / "x.h5", comm, plan, mine.__getitem__, {}, config).path
     parallel_assert(all(contents(path)[name] == t.tobytes() for name, t in tensors.items()))

@@ -21,7 +21,7 @@ from hpcllm.checkpoint.folder import newest_first, step_of
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.restore import restore_residuals
 from hpcllm.checkpoint.state import FEEDBACK, FEEDBACK_LAYOUT, find_residuals
-from hpcllm.config.schema import Config
+from hpcllm.config.schema import CheckpointConfig, Config
 from hpcllm.data.loader import samples_hash
 from hpcllm.errors import CheckpointError, HpcllmError
 from hpcllm.system.job import StopSignals
@@ -217,7 +217,7 @@ def test_the_best_by_validation_loss_stays_and_says_its_loss(comm, shared_path):
 @pytest.mark.parallel([2])
 def test_a_rank_that_fails_alone_does_not_wait_for_the_others(comm, shared_path, monkeypatch):
     """What no collective has told to all ranks is raised where it is known: job.py then ends the job."""
-    failed = background.Background(comm, writer.Settings(), True, lambda: None, lambda: "")
+    failed = background.Background(comm, CheckpointConfig(), lambda: None, lambda: "")
 
     def fails(*_):
         raise MemoryError("no room")
