@@ -25,6 +25,7 @@ from typing import Any
 
 from published import Row, read_rows
 
+from hpcllm import plotting
 from hpcllm.plan.prediction import Prediction, predict
 
 HERE = Path(__file__).resolve().parent
@@ -155,20 +156,18 @@ def _row_line(each: Outcome) -> str:
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     """Predicted over measured time, both in logarithms, a colour a table."""
-    from matplotlib.figure import Figure  # the object, not pyplot: no display, no state
-
-    figure = Figure(figsize=(7, 6.4), layout="constrained")
-    axes = figure.subplots()
-    tables = by_table(outcomes)
-    for number, (name, group) in enumerate(tables.items()):
-        x = [each.measured_s for each in group]
-        axes.loglog(x, [each.prediction.iteration_time_s for each in group], "o", ms=3, color=f"C{number}", label=name)
     ends = [0.5, 500.0]
-    axes.plot(ends, ends, color="black", linewidth=0.8)
-    axes.fill_between(ends, [0.9 * x for x in ends], [1.1 * x for x in ends], color="black", alpha=0.12, linewidth=0)
-    axes.set(xlabel="measured seconds of a step", ylabel="predicted (grey: within 10 %)", xlim=ends, ylim=ends)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=130)
+    with plotting.figure(7, [6.4]) as (made, (axes,)):
+        for number, (name, group) in enumerate(by_table(outcomes).items()):
+            x, y = [each.measured_s for each in group], [each.prediction.iteration_time_s for each in group]
+            axes.plot(x, y, "o", ms=3, color=f"C{number}", label=name)
+        axes.plot(ends, ends, color=plotting.INK, linewidth=0.8)
+        near = ([0.9 * end for end in ends], [1.1 * end for end in ends])
+        axes.fill_between(ends, *near, color=plotting.INK, alpha=0.12, linewidth=0)
+        plotting.logarithmic(axes, "x", "y")
+        axes.set(xlabel="measured seconds of a step", ylabel="predicted (grey: within 10 %)", xlim=ends, ylim=ends)
+        axes.legend()
+        plotting.save(made, path)
 
 
 def main() -> None:
