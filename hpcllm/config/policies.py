@@ -31,25 +31,18 @@ def codecs_of(policy: str, chosen: dict[str, str]) -> dict[str, str]:
     """
     codecs = {kind: chosen.get(kind) or POLICIES[policy].get(kind, "raw") for kind in TRAFFIC}
     for kind, name in codecs.items():
-        _check(kind, name)
+        key = f"communication.{kind} = {name!r}"
+        try:
+            parsed = parse_name(name.removesuffix(FEEDBACK))
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from error
+        if name.endswith(FEEDBACK) and (kind != "gradients" or parsed.lossless):
+            why = "error feedback makes up for what a lossy codec of gradients loses"
+            raise ConfigError(f"{key}: {why}; valid here: {str(parsed)!r}")
+        if parsed.stochastic and kind != "gradients":
+            why = "stochastic rounding is for sums, whose errors it averages out"
+            raise ConfigError(f"{key}: {why}; valid here: {str(parsed).removesuffix(':sr')!r}")
     return codecs
-
-
-def _check(kind: str, name: str) -> None:
-    try:
-        parsed = parse_name(name.removesuffix(FEEDBACK))
-    except ValueError as error:
-        raise ConfigError(f"communication.{kind} = {name!r}: {error}") from error
-    if name.endswith(FEEDBACK) and (kind != "gradients" or parsed.lossless):
-        raise ConfigError(
-            f"communication.{kind} = {name!r}: error feedback makes up for what a lossy codec of gradients loses; "
-            f"valid here: {str(parsed)!r}"
-        )
-    if parsed.stochastic and kind != "gradients":
-        raise ConfigError(
-            f"communication.{kind} = {name!r}: stochastic rounding is for sums, whose errors it averages out; "
-            f"valid here: {str(parsed).removesuffix(':sr')!r}"
-        )
 
 
 def is_exact(parameter: str, words: str) -> bool:

@@ -86,23 +86,19 @@ def explain(measured: Measured) -> Explanation:
     ends_s = [*map(_end, (ideal, replay(order, real), late, busy)), measured.end]
     common_s = [later - earlier for earlier, later in pairwise(ends_s)]
     ranks = []
-    for rank in range(len(entries)):
+    for rank, (row, waits) in enumerate(zip(measured.rows, measured.waits, strict=True)):
         bubble_s = _idle(even, rank)
         parts_s = [bubble_s, _idle(ideal, rank) - bubble_s, *common_s]
-        ranks.append(_rank_time(measured, rank, parts_s, gaps))
+        time = RankTime(
+            useful_s=sum(end - start for _, start, end in row),
+            lost_s=dict(zip(PARTS, parts_s, strict=True)),
+            entered_late_s=entries[rank],
+            own_engine_s=sum(gaps[rank, action] for action, _, _ in row),
+            waited_s=_waited(waits)(math.inf),
+            longest_wait=max(waits, key=lambda wait: wait[2] - wait[1], default=None),
+        )
+        ranks.append(time)
     return Explanation(measured, ideal, _end(ideal), tuple(ranks))
-
-
-def _rank_time(measured: Measured, rank: int, parts_s: Sequence[float], gaps: Times) -> RankTime:
-    row, waits = measured.rows[rank], measured.waits[rank]
-    return RankTime(
-        useful_s=sum(end - start for _, start, end in row),
-        lost_s=dict(zip(PARTS, parts_s, strict=True)),
-        entered_late_s=measured.entries[rank],
-        own_engine_s=sum(gaps[rank, action] for action, _, _ in row),
-        waited_s=_waited(waits)(math.inf),
-        longest_wait=max(waits, key=lambda wait: wait[2] - wait[1], default=None),
-    )
 
 
 def replay(
@@ -166,26 +162,27 @@ def _end(rows: Rows) -> float:
 def explanation_lines(explanations: Sequence[Explanation], columns: int) -> list[str]:
     """The report: the slowest replica's step, drawn and explained."""
     it = _slowest(explanations)
-    measured, unit = it.measured, "ms"
-    rows, ideal = _ms(measured.rows), _ms(it.ideal)
+    measured, rows, ideal = it.measured, _ms(it.measured.rows), _ms(it.ideal)
     grid = fit_labelled([rows, ideal], columns)
     which = f", replica {measured.replica}, the slowest of {len(explanations)}" if len(explanations) > 1 else ""
+    parts = [(time.useful_s, *time.lost_s.values(), measured.end) for time in it.ranks]
+    others = [(time.entered_late_s, time.waited_s, time.own_engine_s) for time in it.ranks]
     return [
         f"{measured.schedule.title()}; step {measured.step}{which}",
         "",
         f"measured: {1e3 * measured.end:.2f} ms",
-        *timeline_lines(grid, rows, 1e3 * measured.end, unit),
+        *timeline_lines(grid, rows, 1e3 * measured.end, "ms"),
         "",
         f"ideal: {1e3 * it.ideal_s:.2f} ms, with the mean time of each stage and messages that take none",
-        *timeline_lines(grid, ideal, 1e3 * it.ideal_s, unit),
+        *timeline_lines(grid, ideal, 1e3 * it.ideal_s, "ms"),
         *legend_lines(grid, measured.rows),
         "",
         f"measured / ideal = {measured.end / it.ideal_s:.3f}; the step of each rank in ms, the parts add up to it:",
-        *table(["rank", "computed", *(_name(part) for part in PARTS), "step"], _parts_rows(it)),
+        *_rank_table(["computed", *(_name(part) for part in PARTS), "step"], parts),
         *(f"  {_name(part)}: {words}" for part, words in PARTS.items()),
         "",
         "who it was, ms:",
-        *table(["rank", "entered late", "waited", "engine's own work"], _rank_rows(it)),
+        *_rank_table(["entered late", "waited", "engine's own work"], others),
         *_longest_waits(it),
         f"  clocks of two ranks differ by at most {1e3 * measured.clock_error_s:.3f} ms",
     ]
@@ -194,20 +191,25 @@ def explanation_lines(explanations: Sequence[Explanation], columns: int) -> list
 def explanation_facts(explanations: Sequence[Explanation]) -> dict[str, Any]:
     """Numbers of every replica for --json, in seconds."""
     measured = explanations[0].measured
-    return {
-        **measured.schedule.shape(),
-        "step": measured.step,
-        "clock_error_s": measured.clock_error_s,
-        "replicas": [_replica_facts(explanation) for explanation in explanations],
-    }
+    replicas = [
+        {
+            "replica": it.measured.replica,
+            "step_s": it.measured.end,
+            "ideal_s": it.ideal_s,
+            "per_rank": [{"rank": rank, **_rank_facts(time)} for rank, time in enumerate(it.ranks)],
+        }
+        for it in explanations
+    ]
+    about = {"step": measured.step, "clock_error_s": measured.clock_error_s}
+    return {**measured.schedule.shape(), **about, "replicas": replicas}
 
 
 def explanation_panels(explanations: Sequence[Explanation]) -> list[Panel]:
     """The slowest replica for a picture: measured above ideal, in ms."""
     it = _slowest(explanations)
-    name, end_s = it.measured.schedule.title(), it.measured.end
+    end_s = it.measured.end
     waits = [[(1e3 * start, 1e3 * end) for _, start, end in row] for row in it.measured.waits]
-    above = f"measured, step {it.measured.step} of {name}: {1e3 * end_s:.2f} ms"
+    above = f"measured, step {it.measured.step} of {it.measured.schedule.title()}: {1e3 * end_s:.2f} ms"
     return [
         Panel(above, _ms(it.measured.rows), 1e3 * end_s, _idle_texts(it, end_s), waits),
         Panel(f"ideal: {1e3 * it.ideal_s:.2f} ms", _ms(it.ideal), 1e3 * it.ideal_s, _idle_texts(it, it.ideal_s)),
@@ -230,18 +232,12 @@ def _name(part: str) -> str:
     return part.replace("_", " ")
 
 
-def _parts_rows(it: Explanation) -> list[list[str]]:
-    return [
-        [str(rank), *(_in_ms(time_s) for time_s in (time.useful_s, *time.lost_s.values(), it.measured.end))]
-        for rank, time in enumerate(it.ranks)
-    ]
+def _in_ms(time_s: float) -> str:
+    return f"{1e3 * time_s:.2f}"
 
 
-def _rank_rows(it: Explanation) -> list[list[str]]:
-    return [
-        [str(rank), *map(_in_ms, (time.entered_late_s, time.waited_s, time.own_engine_s))]
-        for rank, time in enumerate(it.ranks)
-    ]
+def _rank_table(head: Sequence[str], times_s: Sequence[Sequence[float]]) -> list[str]:
+    return table(["rank", *head], [[str(rank), *map(_in_ms, row)] for rank, row in enumerate(times_s)])
 
 
 def _longest_waits(it: Explanation) -> list[str]:
@@ -253,27 +249,11 @@ def _longest_waits(it: Explanation) -> list[str]:
     ]
 
 
-def _in_ms(time_s: float) -> str:
-    return f"{1e3 * time_s:.2f}"
-
-
-def _replica_facts(it: Explanation) -> dict[str, Any]:
-    return {
-        "replica": it.measured.replica,
-        "step_s": it.measured.end,
-        "ideal_s": it.ideal_s,
-        "per_rank": [_rank_facts(rank, time) for rank, time in enumerate(it.ranks)],
-    }
-
-
-def _rank_facts(rank: int, time: RankTime) -> dict[str, Any]:
+def _rank_facts(time: RankTime) -> dict[str, Any]:
     wait = time.longest_wait
     return {
-        "rank": rank,
         "useful_s": time.useful_s,
         **{f"{part}_s": time_s for part, time_s in time.lost_s.items()},
-        "entered_late_s": time.entered_late_s,
-        "own_engine_s": time.own_engine_s,
-        "waited_s": time.waited_s,
+        **{name: getattr(time, name) for name in ("entered_late_s", "own_engine_s", "waited_s")},
         "longest_wait": wait and {"for": wait[0], "start_s": wait[1], "end_s": wait[2]},
     }

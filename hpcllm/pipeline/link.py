@@ -34,12 +34,7 @@ from hpcllm.mpi.wait import Waits
 from hpcllm.pipeline.actions import Action, Op, Placement, message_tag, other_end
 
 FORWARD, BACKWARD = Op.FORWARD, Op.BACKWARD  # directions of a message
-DIRECTION = {
-    Op.RECV_FORWARD: FORWARD,
-    Op.SEND_FORWARD: FORWARD,
-    Op.RECV_BACKWARD: BACKWARD,
-    Op.SEND_BACKWARD: BACKWARD,
-}
+DIRECTION = {op: Op(op[-1]) for op in Op if op.startswith(("RECV", "SEND"))}
 CPU = torch.device("cpu")
 CONTENT = {FORWARD: "activation", BACKWARD: "gradient"}
 Codecs = dict[tuple[Op, int], str]  # direction, rank at the other end -> codec

@@ -92,11 +92,11 @@ def _times_text(times: Times) -> str:
 
 
 def _rank_table(timeline: Timeline, message_bytes: int | None) -> list[str]:
-    rows = []
-    for rank, (idle, live, sent) in enumerate(
-        zip(timeline.idle_share, timeline.peak_live, timeline.messages, strict=True)
-    ):
-        rows.append([str(rank), percent(idle), str(live), str(sent), *_size_cell(sent, message_bytes)])
+    columns = zip(timeline.idle_share, timeline.peak_live, timeline.messages, strict=True)
+    rows = [
+        [str(rank), percent(idle), str(live), str(sent), *_size_cell(sent, message_bytes)]
+        for rank, (idle, live, sent) in enumerate(columns)
+    ]
     return table(["rank", "idle", "peak live", "messages sent", *(["sent"] if message_bytes is not None else [])], rows)
 
 

@@ -53,7 +53,10 @@ class Times:
 
     def durations(self, stage: int, placement: Placement) -> dict[Op, float]:
         """Duration of each compute action of a virtual stage."""
-        forward, backward, weight = (_at(t, stage, placement) for t in (self.forward, self.backward, self.weight))
+        forward, backward, weight = (
+            each[stage] if isinstance(each, tuple) else each / placement.chunks
+            for each in (self.forward, self.backward, self.weight)
+        )
         again = forward if self.recompute else 0
         return {
             Op.FORWARD: forward,
@@ -88,16 +91,21 @@ def simulate(schedule: Schedule, times: Times = USUAL) -> Timeline:
 
     Raises ScheduleError if the schedule cannot run to its end, or if times of virtual stages are not of all of them.
     """
-    durations = _durations(schedule.placement, times)
-    order = in_order(schedule.placement, schedule.work())
+    placement = schedule.placement
+    for each in (times.forward, times.backward, times.weight):
+        if isinstance(each, tuple) and len(each) != placement.stages:
+            raise ScheduleError(f"{len(each)} durations, but the schedule has {placement.stages} virtual stages")
+    durations = {placement.home(stage): times.durations(stage, placement) for stage in range(placement.stages)}
+    order = in_order(placement, schedule.work())
     done = clock(order, lambda rank, action: durations[rank, action.chunk][action.op], times.send)
     spans = spans_of(done, len(schedule.actions))
     makespan = max((row[-1][2] for row in spans if row), default=0.0)
+    busy = [sum(end - start for _, start, end in row) for row in spans]
     return Timeline(
         schedule=schedule,
         spans=tuple(map(tuple, spans)),
         makespan=makespan,
-        idle_share=tuple(_idle_share(row, makespan) for row in spans),
+        idle_share=tuple((makespan - time) / makespan if makespan else 0.0 for time in busy),
         peak_live=tuple(map(peak_live, schedule.actions)),
         messages=tuple(sum(a.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD) for a in row) for row in schedule.actions),
     )
@@ -106,20 +114,3 @@ def simulate(schedule: Schedule, times: Times = USUAL) -> Timeline:
 def peak_live(actions: Sequence[Action]) -> int:
     """Most activations that a rank holds at once: each from its F to its B or W."""
     return max(itertools.accumulate((LIVE.get(action.op, 0) for action in actions), initial=0))
-
-
-def _durations(placement: Placement, times: Times) -> dict[tuple[int, int], dict[Op, float]]:
-    """Durations by rank and chunk, then by op."""
-    for each in (times.forward, times.backward, times.weight):
-        if isinstance(each, tuple) and len(each) != placement.stages:
-            raise ScheduleError(f"{len(each)} durations, but the schedule has {placement.stages} virtual stages")
-    return {placement.home(stage): times.durations(stage, placement) for stage in range(placement.stages)}
-
-
-def _idle_share(row: Sequence[Span], makespan: float) -> float:
-    busy = sum(end - start for _, start, end in row)
-    return (makespan - busy) / makespan if makespan else 0.0
-
-
-def _at(each: Each, stage: int, placement: Placement) -> float:
-    return each[stage] if isinstance(each, tuple) else each / placement.chunks

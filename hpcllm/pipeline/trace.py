@@ -17,6 +17,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -106,19 +107,13 @@ def _about(schedule: Schedule, step: int, error_s: float) -> dict[str, object]:
 def _gather(world: MPI.Intracomm, mine: bytes, waits: Waits) -> Iterator[bytes]:
     """Yield the lines of each rank in order, one rank at a time; for rank 0. Raises StallError."""
     yield mine
-    for rank in range(1, world.size):
-        yield _receive(world, rank, waits)
-
-
-def _receive(world: MPI.Intracomm, rank: int, waits: Waits) -> bytes:
-    def what() -> str:
-        return f"the trace of rank {rank}"
-
     status = MPI.Status()
-    waits.until(lambda: world.Iprobe(rank, TAG, status), what)
-    text = bytearray(status.Get_count(MPI.BYTE))
-    waits.all([world.Irecv([text, MPI.BYTE], rank, TAG)], what)
-    return bytes(text)
+    for rank in range(1, world.size):
+        what = f"the trace of rank {rank}".__str__
+        waits.until(partial(world.Iprobe, rank, TAG, status), what)
+        text = bytearray(status.Get_count(MPI.BYTE))
+        waits.all([world.Irecv([text, MPI.BYTE], rank, TAG)], what)
+        yield bytes(text)
 
 
 def _write(path: Path, pieces: Iterable[bytes], about: bytes) -> HpcllmError | None:

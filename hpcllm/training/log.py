@@ -129,7 +129,10 @@ class Pace:
         self.all_steps, self.all_seconds = self.all_steps + 1, self.all_seconds + step_s
 
     def take(self, step: int) -> Record:
-        """Return the means over the steps since the last call as keys of a record; bytes are a step's, of all ranks."""
+        """Return the means over the steps since the last call as keys of a record.
+
+        Seconds are means of a rank; bytes are a step's, over all ranks; a ratio is the compression of the codec.
+        """
         step_s = self.seconds / self.steps
         traffic = dict(zip(TRAFFIC, (self.traffic / self.steps).tolist(), strict=True))
         self.steps, self.seconds, self.traffic = 0, 0.0, np.zeros(len(TRAFFIC))
@@ -143,25 +146,21 @@ class Pace:
             "communication_share": traffic["exposed_s"] / self.ranks / step_s,
             "eta_s": (self.config.run.steps - step) * step_s,
         }
-        return record | _traffic_record(traffic, self.ranks)
-
-
-def _traffic_record(traffic: dict[str, float], ranks: int) -> Record:
-    """Return keys of one step: mean seconds of a rank; bytes over all ranks; the compression ratio of the codec."""
-    record = {f"communication_{what}": traffic[what] / ranks for what in ("exposed_s", "hidden_s")}
-    for kind in KINDS:
-        plain_bytes, sent_bytes = traffic[f"{kind}_plain_bytes"], traffic[f"{kind}_bytes"]
-        if sent_bytes:
-            record |= {f"{kind}_plain_bytes": plain_bytes, f"{kind}_bytes": sent_bytes}
-            record[f"{kind}_ratio"] = plain_bytes / sent_bytes
-    return record
+        record |= {f"communication_{what}": traffic[what] / self.ranks for what in ("exposed_s", "hidden_s")}
+        for kind in KINDS:
+            plain_bytes, sent_bytes = traffic[f"{kind}_plain_bytes"], traffic[f"{kind}_bytes"]
+            if sent_bytes:
+                record |= {f"{kind}_plain_bytes": plain_bytes, f"{kind}_bytes": sent_bytes}
+                record[f"{kind}_ratio"] = plain_bytes / sent_bytes
+        return record
 
 
 def open_log(folder: Path, first_step: int, steps: int, tensorboard: bool) -> Log:
     """Open the log of a run in `folder` that goes on from `first_step`. Raises OSError."""
     path = folder / "log.jsonl"
     before = taken_before(path)  # including what was spent on steps that are cut off now
-    kept = [line for line in _lines(path) if _step_of(line) <= first_step]
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if _step_of(line) <= first_step]
     aside = path.with_suffix(".jsonl.tmp")
     aside.write_text("".join(kept), encoding="utf-8")
     aside.replace(path)
@@ -197,10 +196,6 @@ def resident_gb() -> float:
     """Peak resident memory of this process, in 1e9 bytes."""
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / 1e9
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
 
 
 def _step_of(line: str) -> float:

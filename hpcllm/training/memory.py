@@ -56,13 +56,7 @@ class LiveBytes(TorchDispatchMode):
             self._now -= self._freed.pop()
         return self._now
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         for tensor in tree_leaves((args, kwargs)):
             self._meet(tensor, counts=False)
@@ -89,19 +83,12 @@ class LiveBytes(TorchDispatchMode):
 
 
 class DeviceBytes:
-    """`with DeviceBytes(module) as live:` measures the peak of a device's memory, beyond what it held before."""
+    """Measures the peak of a device's memory from now on, beyond what it holds now."""
 
     def __init__(self, module: Any) -> None:
         """module: see device.memory_module."""
-        self.module, self._before = module, 0
-
-    def __enter__(self) -> DeviceBytes:
-        self._before = self.module.memory_allocated()
-        self.module.reset_peak_memory_stats()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+        self.module, self._before = module, int(module.memory_allocated())
+        module.reset_peak_memory_stats()
 
     @property
     def peak(self) -> int:
@@ -115,8 +102,7 @@ Live: TypeAlias = LiveBytes | DeviceBytes
 def counting(run: RunContext, wanted: bool) -> Iterator[Live | None]:
     """Count the bytes of a rank's step, if wanted."""
     if wanted and (module := memory_module(run.device)):
-        with DeviceBytes(module) as live:
-            yield live
+        yield DeviceBytes(module)
     elif wanted:
         with LiveBytes(list(run.parameters.values()) if run.config.optimizer.shard == "all" else ()) as live:
             yield live

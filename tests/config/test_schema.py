@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 
 import pytest
 import tomli_w
@@ -127,6 +128,32 @@ def test_every_default_keeps_its_own_rule():
 def test_every_rule_is_about_a_key_and_every_number_has_a_rule():
     assert set(RULES) <= set(KEYS)
     assert set(NUMBERS) <= set(RULES)
+
+
+BELOW_ONE = math.nextafter(1, 0)
+EDGES = {  # key -> the last values that are valid, the first that are not
+    "optimizer.beta1": ([0.0, BELOW_ONE], [-1e-9, 1.0]),
+    "optimizer.beta2": ([0.0, BELOW_ONE], [-1e-9, 1.0]),
+    "optimizer.final_fraction": ([0.0, 1.0], [-1e-9, 1 + 1e-9]),
+    "model.rope_fraction": ([1.0], [0.0, 1 + 1e-9]),
+    "run.seed": ([0, 2**63 - 1], [-1, 2**63]),
+}
+for key in NUMBERS:
+    sign, _, bound = RULES[key][0].partition(" ")
+    if key not in EDGES:
+        least, step = float(bound), 1e-9 if key in FLOATS else 1
+        EDGES[key] = ([least], [least - step]) if sign == ">=" else ([least + step], [least])
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_the_last_valid_value_passes_and_the_next_one_is_rejected(key):
+    valid, passes = RULES[key]
+    last, first = EDGES[key]
+    assert all(map(passes, last))
+    assert not any(map(passes, first))
+    for value in first if key in FLOATS else map(int, first):
+        with pytest.raises(ConfigError, match=re.escape(f"{key} = {value!r} is out of range; valid: {valid}")):
+            from_tables({key.partition(".")[0]: {key.partition(".")[2]: value}})
 
 
 @pytest.mark.parametrize("name", config.preset_names())
