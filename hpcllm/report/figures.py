@@ -87,9 +87,11 @@ def downsample(x: Sequence[float], y: Sequence[float], most: int) -> Downsampled
         return Downsampled(across, up, up, up, False)
     edges = np.linspace(0, len(across), most + 1).astype(int)[:-1]
     counts = np.add.reduceat(finite.astype(np.float64), edges)
-    mean = np.add.reduceat(np.where(finite, up, 0.0), edges) / np.maximum(counts, 1)
     low = np.minimum.reduceat(np.where(finite, up, np.inf), edges)
     high = np.maximum.reduceat(np.where(finite, up, -np.inf), edges)
+    shares = np.repeat(1 / np.maximum(counts, 1), np.diff(edges, append=len(up)))
+    with np.errstate(over="ignore"):  # shares of the largest floats may sum up to just above them
+        mean = np.clip(np.add.reduceat(np.where(finite, up, 0.0) * shares, edges), low, high)
     mean, low, high = (np.where(counts > 0, values, np.nan) for values in (mean, low, high))
     return Downsampled(across[edges], mean, low, high, True)
 

@@ -12,8 +12,9 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import made_up_runs as made_up
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pages import SECTIONS, Page, check_image, page_of
 
@@ -154,6 +155,8 @@ def test_a_long_log_is_thinned_and_keeps_what_is_rare(tmp_path):
 
 
 @given(st.lists(st.floats(), min_size=1, max_size=200), st.integers(1, 50))
+@example([8.99e307, 8.99e307], 1)
+@example([-1.7976931348623157e308] * 3, 1)
 def test_thinning_keeps_mean_least_and_most(values, most):
     found = downsample(range(len(values)), values, most)
     assert len(found.x) == min(len(values), most)
@@ -161,6 +164,8 @@ def test_thinning_keeps_mean_least_and_most(values, most):
     if finite:
         assert min(filter(math.isfinite, found.low.tolist())) == min(finite)
         assert max(filter(math.isfinite, found.high.tolist())) == max(finite)
+        assert np.nanmin(found.mean) >= min(finite)
+        assert np.nanmax(found.mean) <= max(finite)
 
 
 def test_the_time_of_a_step_adds_up_in_the_numbers_too(tmp_path):
