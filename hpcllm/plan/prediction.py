@@ -113,6 +113,7 @@ class StepCache:
     """Times shared by steps whose layouts differ in schedule, chunks and shard; halved schedules have their own."""
 
     passes: dict[StageKind, Passes] = field(default_factory=dict)
+    times: dict[tuple[StageKind, float, float], StageTimes] = field(default_factory=dict)
     messages: dict[tuple[int, int], float] = field(default_factory=dict)  # seconds from one pipeline rank to another
     ways: dict[Way, float] = field(default_factory=dict)  # seconds by path
 
@@ -159,11 +160,15 @@ class Step:
     def times(self) -> list[StageTimes]:
         """Times of each virtual stage, with the messages between stages."""
         homes = homes_of(self.placement)
-        around = zip(self.passes, homes, (*homes[1:], homes[-1]), (homes[0], *homes[:-1]), strict=True)
-        return [
-            _times(one, self._message_s(here, after), self._message_s(here, before))
-            for one, here, after, before in around
-        ]
+        around = zip(self.spans, homes, (*homes[1:], homes[-1]), (homes[0], *homes[:-1]), strict=True)
+        found, cache = [], self.cache.times
+        for span, here, after, before in around:
+            sends = self._message_s(here, after), self._message_s(here, before)
+            key = (kind_of(span), *sends)
+            if key not in cache:
+                cache[key] = _times(self.passes_of(span), *sends)
+            found.append(cache[key])
+        return found
 
     @cached_property
     def ranks(self) -> list[RankTimes]:
