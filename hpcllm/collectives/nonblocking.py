@@ -15,16 +15,19 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial, wraps
-from typing import Any
+from functools import partial
+from typing import Any, TypedDict, Unpack
 
 from mpi4py import MPI
 
+from hpcllm.codecs.protocol import Codec
 from hpcllm.collectives import operations
 from hpcllm.collectives.arrays import Array, device_of
 from hpcllm.collectives.group import Group, group_of
 from hpcllm.collectives.two_level import prepare
 from hpcllm.collectives.worker import GRADIENTS, Crossing, can_thread, run_in_order, used_here
+
+Communicator = MPI.Intracomm | Group
 
 
 @dataclass
@@ -52,28 +55,66 @@ class Handle:
         return result
 
 
-def _nonblocking(operation: Callable[..., Array]) -> Callable[..., Handle]:
-    """Make the form that returns a Handle: with the arguments of the blocking one, and lane, see worker.py."""
+class Options(TypedDict, total=False):
+    """Options of all nonblocking collectives, as those of the blocking ones; lane: see worker.py."""
 
-    @wraps(operation)
-    def start(x: Array, comm: MPI.Intracomm | Group, *arguments: Any, lane: str = GRADIENTS, **options: Any) -> Handle:
-        group, device = group_of(comm), device_of(x)
-        background = group.background(lane)
-        prepare(background, on_cpu=device.type == "cpu")
-        # MPI's own wait would keep a core from the thread that computes: poll, if need be without a limit
-        background.wire.waits.limit_s = math.inf if group.wire.waits.limit_s is None else group.wire.waits.limit_s
-        background.wire.waits.observer = group.wire.waits.observer
-        job = partial(operation, x, background, *arguments, **options)
-        if device.type == "cpu" or not can_thread():
-            return Handle(run_in_order(job, can_thread(), lane))
-        crossing = Crossing(device, lane)
-        return Handle(run_in_order(partial(crossing.run, job), True, lane), crossing, x)
-
-    return start
+    out: Array | None
+    lane: str
 
 
-iallreduce = _nonblocking(operations.allreduce)
-ireduce_scatter = _nonblocking(operations.reduce_scatter)
-iallgather = _nonblocking(operations.allgather)
-ialltoall = _nonblocking(operations.alltoall)
-ibroadcast = _nonblocking(operations.broadcast)
+def iallreduce(
+    x: Array, comm: Communicator, codec: str | Codec = "raw", algorithm: str = "auto", **options: Unpack[Options]
+) -> Handle:
+    """Start operations.allreduce in the background."""
+    return _start(operations.allreduce, x, comm, codec=codec, algorithm=algorithm, **options)
+
+
+def ireduce_scatter(
+    x: Array, comm: Communicator, codec: str | Codec = "raw", algorithm: str = "auto", **options: Unpack[Options]
+) -> Handle:
+    """Start operations.reduce_scatter in the background."""
+    return _start(operations.reduce_scatter, x, comm, codec=codec, algorithm=algorithm, **options)
+
+
+def iallgather(
+    part: Array, comm: Communicator, codec: str | Codec = "raw", algorithm: str = "auto", **options: Unpack[Options]
+) -> Handle:
+    """Start operations.allgather in the background."""
+    return _start(operations.allgather, part, comm, codec=codec, algorithm=algorithm, **options)
+
+
+def ialltoall(
+    x: Array, comm: Communicator, codec: str | Codec = "raw", algorithm: str = "auto", **options: Unpack[Options]
+) -> Handle:
+    """Start operations.alltoall in the background."""
+    return _start(operations.alltoall, x, comm, codec=codec, algorithm=algorithm, **options)
+
+
+def ibroadcast(
+    x: Array,
+    comm: Communicator,
+    root: int = 0,
+    codec: str | Codec = "raw",
+    algorithm: str = "auto",
+    *,
+    lane: str = GRADIENTS,
+) -> Handle:
+    """Start operations.broadcast in the background."""
+    return _start(operations.broadcast, x, comm, lane, root=root, codec=codec, algorithm=algorithm)
+
+
+def _start(
+    operation: Callable[..., Array], x: Array, comm: Communicator, lane: str = GRADIENTS, **options: Any
+) -> Handle:
+    group = group_of(comm)
+    background = group.background(lane)
+    device = device_of(x)
+    prepare(background, on_cpu=device.type == "cpu")
+    # MPI's own wait would keep a core from the thread that computes: poll, if need be without a limit
+    background.wire.waits.limit_s = math.inf if group.wire.waits.limit_s is None else group.wire.waits.limit_s
+    background.wire.waits.observer = group.wire.waits.observer
+    job = partial(operation, x, background, **options)
+    if device.type == "cpu" or not can_thread():
+        return Handle(run_in_order(job, can_thread(), lane))
+    crossing = Crossing(device, lane)
+    return Handle(run_in_order(partial(crossing.run, job), True, lane), crossing, x)
