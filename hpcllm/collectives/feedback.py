@@ -48,12 +48,8 @@ class ErrorFeedback:
         if codec.lossless or codec.dtype != torch.float32:
             raise ValueError(f"error feedback is for lossy codecs of float32, not for {codec.name} of {codec.dtype}")
         self.n, self.group, self.codec = n, group, codec
-        self.name, self.dtype, self.block, self.fixed_rate = (
-            f"{codec.name}+ef",
-            codec.dtype,
-            codec.block,
-            codec.fixed_rate,
-        )
+        self.name, self.dtype = f"{codec.name}+ef", codec.dtype
+        self.block, self.fixed_rate = codec.block, codec.fixed_rate
         by_node = operation == "allreduce" and group.nodes > 1  # a single node's two_level encodes nothing
         self.algorithm = "two_level" if by_node else "two_step"
         cuts = slices(n, group.lanes, group.node.size) if by_node else np.array([0, n])
