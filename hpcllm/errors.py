@@ -20,9 +20,6 @@ ranks, a queue wait later.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 
 class HpcllmError(Exception):
     """Root of the errors that this package raises on purpose."""
@@ -79,12 +76,3 @@ class DataError(UserError):
 
 class HuggingFaceError(UserError):
     """A folder of weights that is not what it says, or a model that another format cannot say."""
-
-
-@contextmanager
-def writing(what: str) -> Iterator[None]:
-    """Turn an OSError of the block into a ConfigError, "... cannot be written: why"."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{what} cannot be written: {error.strerror or error}") from error

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcllm.cli.options import add_json, count, count_to, options_given, spelled
-from hpcllm.errors import ConfigError, writing
+from hpcllm.errors import ConfigError
 from hpcllm.plotting import picture_path
+from hpcllm.system.raw_files import writing
 
 if TYPE_CHECKING:
     from hpcllm.plan.layout_search import Search

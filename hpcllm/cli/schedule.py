@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcllm.cli.options import add_json, count, options_given, spelled
-from hpcllm.errors import ConfigError, DataError, writing
+from hpcllm.errors import ConfigError, DataError
 from hpcllm.pipeline.checker import check
 from hpcllm.pipeline.explain import explain, explanation_facts, explanation_lines, explanation_panels
 from hpcllm.pipeline.measured import read_trace
@@ -36,6 +36,7 @@ from hpcllm.pipeline.report import (
 from hpcllm.pipeline.schedules import Schedule, make_schedule, read_schedule
 from hpcllm.pipeline.timing import Times, simulate
 from hpcllm.plotting import picture_path
+from hpcllm.system.raw_files import writing
 
 COLUMNS = 120  # where there is no terminal
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}

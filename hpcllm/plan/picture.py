@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcllm import plotting
-from hpcllm.errors import writing
 from hpcllm.plan.memory.stage_memory import PARTS
 from hpcllm.plan.prediction import Prediction
 from hpcllm.plan.report import STEP_PARTS
+from hpcllm.system.raw_files import writing
 
 WIDTH_INCHES, PANEL_INCHES, BAR_INCHES = 10.0, 3.2, 0.3
 MOST_WIDE = 4  # a single bar takes a fourth of the width at most

@@ -22,12 +22,12 @@ from typing import Any
 from hpcllm.config import machines
 from hpcllm.config import schema as run_file
 from hpcllm.config.schema import Config, ModelConfig, RunConfig
-from hpcllm.errors import writing
 from hpcllm.plan.cost import training_cost
 from hpcllm.plan.layouts import Layout
 from hpcllm.plan.memory.stage_memory import PARTS
 from hpcllm.plan.prediction import Prediction
 from hpcllm.plan.run_config import config_of
+from hpcllm.system.raw_files import writing
 from hpcllm.system.text import table
 
 TRAINERS = {

@@ -17,12 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from hpcllm.errors import HpcllmError
+from hpcllm.errors import ConfigError, HpcllmError
 
 if TYPE_CHECKING:
     import h5py
+    import numpy as np
 
 _REQUEST_BYTES = 1 << 23  # several MiB a call keep the file system busy; Linux cuts calls at 2 GiB
 
@@ -87,6 +86,15 @@ def disk_errors(kind: type[HpcllmError], what: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise kind(f"{what}: {_reason(error)}") from error
+
+
+@contextlib.contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Raise an OSError of the block as a ConfigError, for a file that a user named: '... cannot be written: why'."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be written: {error.strerror or error}") from error
 
 
 def _reason(error: Exception) -> str:

@@ -23,6 +23,12 @@ HEAVY = {"torch", "mpi4py", "h5py", "numpy", "matplotlib"}
 SHAPE = ("--stages", "4", "--microbatches", "8")
 
 
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch) -> None:
+    """Nobody says how wide the terminal is, though pytest-xdist does."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def schedule(capsys, *words: str) -> tuple[int, str, str]:
     try:
         code = main(["schedule", *words])

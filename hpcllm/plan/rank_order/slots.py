@@ -51,9 +51,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcllm.errors import writing
 from hpcllm.mpi.mesh_axes import AXES
 from hpcllm.plan.rank_order.traffic import Homes, Traffic
+from hpcllm.system.raw_files import writing
 
 Places = NDArray[np.int64]  # (ranks,) the place in each slot
 Triple = tuple[int, int, int]  # dp, pp, tp
