@@ -29,7 +29,7 @@ run_group() { # [MODE:]GROUP: pytest's exit code; rank 0 speaks, the others only
     case $1 in *:*) export HPCLLM_PRETEND=${1%%:*} ;; esac
     shift
     if [ "$group" = serial ]; then
-        limited python -m pytest -q --color=no -n 2 --dist loadgroup --no-loadscope-reorder -m "not parallel" "$@"
+        limited env OMP_NUM_THREADS=1 python -m pytest -q --color=no -n 2 --dist loadgroup --no-loadscope-reorder -m "not parallel" "$@"
         return
     fi
     # A temporary folder for each rank's pytest, for they would clear away one another's.
