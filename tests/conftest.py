@@ -4,6 +4,8 @@
     HPCLLM_PRETEND=sealed    MPI cannot read its memory, as with most MPI libraries and GPUs
     HPCLLM_PRETEND=open      MPI can
 and then they are the only ones that run. One that holds for one of the two says so: `@pytest.mark.pretend("open")`.
+
+`@pytest.mark.alone` tests hold a limit of time that a neighbour on the other core would break.
 """
 
 from __future__ import annotations
@@ -27,13 +29,16 @@ MODE = os.environ.get("HPCLLM_PRETEND", "")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "pretend(mode): runs on the device of tests/pretend, in this mode or in both")
+    config.addinivalue_line("markers", "alone: holds a limit of time; nothing else runs beside it")
     if MODE and not pretend.why_not():
         pretend.start(open_=MODE == "open")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Files without any test of this group are not even imported, which all ranks would do at once."""
-    marker = "mark.pretend" if MODE else "mark.parallel" if config.getoption("markexpr").startswith("parallel") else ""
+    selected = config.getoption("markexpr")
+    group = next((name for name in ("parallel", "alone") if selected.startswith(name)), "")
+    marker = "mark.pretend" if MODE else f"mark.{group}" if group else ""
     is_tests = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     return True if is_tests and marker not in collection_path.read_text(encoding="utf-8") else None
 

