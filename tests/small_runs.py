@@ -59,9 +59,12 @@ def tiny(**tables: dict[str, Any]) -> Config:
         "log": {"every_steps": 1, "tensorboard": False},
         "limits": {"stall_s": 15},
     }
-    for name, table in tables.items():
-        base[name] = {**base.get(name, {}), **table}
-    return configs.from_tables(base)
+    return with_tables(base, tables)
+
+
+def with_tables(base: dict[str, dict[str, Any]], tables: dict[str, dict[str, Any]]) -> Config:
+    """The run of these tables, where the keys of `tables` go before those of `base`."""
+    return configs.from_tables({name: base.get(name, {}) | tables.get(name, {}) for name in {**base, **tables}})
 
 
 def losses(

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_runs import make_store
+from small_runs import make_store, with_tables
 
 from hpcllm.checkpoint.archive import compress
 from hpcllm.checkpoint.folder import newest_first
@@ -53,9 +53,7 @@ def run_config(store: Path, wiring: str = "gpt2", **tables) -> Config:
         "log": {"every_steps": 1, "tensorboard": False},
         "limits": {"stall_s": 15},
     }
-    for name, table in tables.items():
-        base[name] = {**base.get(name, {}), **table}
-    return configs.from_tables(base)
+    return with_tables(base, tables)
 
 
 def train(config: Config, comm, restart: bool = False) -> Summary:
