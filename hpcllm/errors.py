@@ -58,6 +58,12 @@ class UserError(HpcllmError):
     exit_code = 2
 
 
+class UsageError(UserError):
+    """A command line that cannot be parsed."""
+
+    usage = ""  # of the command that was called
+
+
 class ConfigError(UserError):
     """A key or value of the run file is wrong."""
 

@@ -66,10 +66,15 @@ _STYLE: Any = {
 }
 
 
+def can_draw() -> bool:
+    """Return True where matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def require_matplotlib(purpose: str) -> None:
     """Raise ConfigError with the fix where matplotlib is not installed. purpose: begins the message."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"{purpose} needs matplotlib: pip install 'hpcllm[plot]'")
+    if not can_draw():
+        raise ConfigError(f"{purpose} needs matplotlib: pip install matplotlib")
 
 
 def picture_path(text: str) -> Path:

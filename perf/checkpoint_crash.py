@@ -60,7 +60,7 @@ RUN = {
     "checkpoint.every_steps": 3,
     "checkpoint.keep": 2,
     "log.every_steps": 1,
-    "log.tensorboard": False,
+    "log.trackers": [],
     "limits.stall_s": 60.0,
 }
 Record = dict[str, Any]

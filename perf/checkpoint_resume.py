@@ -83,7 +83,7 @@ def is_equal(case: Case, comm: MPI.Intracomm, store: str, steps: int) -> bool:
         "checkpoint.every_steps": EVERY,
         "checkpoint.keep": 99,
         "log.every_steps": 1,
-        "log.tensorboard": False,
+        "log.trackers": [],
     }
     config = configs.parse("", [f"{key}={json.dumps(value)}" for key, value in keys.items()])
     outcomes = []

@@ -34,9 +34,9 @@ cluster_needs() {
         hpcllm_die 2 "HPCLLM_CLUSTER='$cluster' should be a letter and up to 15 letters or digits, all small"
 }
 
-cluster_spaces() { ip netns list | awk '{ print $1 }' | grep -xE "$cluster-(switch|h[0-9]+)" | sort || true; }
+cluster_spaces() { ip netns list 2>/dev/null | awk '{ print $1 }' | grep -xE "$cluster-(switch|h[0-9]+)" | sort || true; }
 
-cluster_is_up() { [ -e "$state/ready" ] && ip netns list | grep -q "^$cluster-switch\b"; }
+cluster_is_up() { [ -e "$state/ready" ] && ip netns list 2>/dev/null | grep -q "^$cluster-switch\b"; }
 
 cluster_down() { # also what an interrupted `up` left behind
     local space pids
@@ -140,7 +140,7 @@ cluster_signal() { # SIGNAL: to mpirun, the first process of the run's own proce
 }
 
 cluster_run() { # [-n RANKS] COMMAND...
-    local hosts rate ranks cores code signalled=""
+    local hosts rate ranks cores code watch signalled=""
     cluster_is_up || hpcllm_die 2 "no cluster $cluster; make one with: cluster.sh up N RATE"
     read -r hosts rate <"$state/ready"
     ranks=$hosts
@@ -154,6 +154,7 @@ cluster_run() { # [-n RANKS] COMMAND...
     cluster_mpi_settings
     cores=$(hpcllm_cores)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
+    hpcllm_abort_file
     set -m # a process group of its own, so that Ctrl-C comes to us alone
     # --pdeathsig, --kill-child: whoever kills this shell kills mpirun, and with it its process namespace: everything
     setpriv --pdeathsig KILL unshare --pid --fork --kill-child \
@@ -161,6 +162,8 @@ cluster_run() { # [-n RANKS] COMMAND...
         mpirun --bind-to none --host "$(cluster_host_list "$hosts" "$ranks")" -n "$ranks" "$@" </dev/null &
     job=$!
     set +m
+    hpcllm_end_after_abort "$job" kill -KILL "$job" </dev/null &
+    watch=$!
     trap 'signalled=1; cluster_signal USR1' TERM USR1
     trap 'signalled=1; cluster_signal USR1; trap "kill -KILL $job" INT' INT
     wait "$job" && code=0 || code=$?
@@ -168,7 +171,8 @@ cluster_run() { # [-n RANKS] COMMAND...
         signalled=""
         wait "$job" && code=0 || code=$?
     done
-    exit "$code"
+    kill "$watch" 2>/dev/null || :
+    exit "$(hpcllm_exit_code "$code")"
 }
 
 verb=${1:-}

@@ -108,7 +108,7 @@ def our_turn(variant: str, settings: list[str], ranks: int, steps: int) -> list[
             "run.steps": steps,
             "data.validation_sequences": ranks,
             "log.every_steps": 1,
-            "log.tensorboard": False,
+            "log.trackers": [],
             "checkpoint.every_steps": 0,
         }
         settings = [*settings, *(f"{key}={json.dumps(value)}" for key, value in keys.items())]

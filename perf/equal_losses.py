@@ -73,7 +73,7 @@ def losses(case: Case, comm: MPI.Intracomm, store: str, steps: int) -> list[floa
         "data.validation_sequences": 1,
         "optimizer.warmup_steps": 5,
         "log.every_steps": 1,
-        "log.tensorboard": False,
+        "log.trackers": [],
         "checkpoint.every_steps": 0,
     }
     config = configs.parse("", [f"{key}={json.dumps(value)}" for key, value in keys.items()])
@@ -139,6 +139,17 @@ def table(records: list[Case]) -> str:
     return "\n".join(rows)
 
 
+def _extent(records: list[Case]) -> str:
+    """How many of the layouts were run, by number of ranks."""
+    ranks = sorted({record["ranks"] for record in records})
+    counts = [f"{sum(r['ranks'] == n for r in records)} of {len(list(cases(n)))} at {n}" for n in ranks]
+    text = f"Layouts that were run, by number of ranks: {', '.join(counts)}"
+    if len(records) == sum(len(list(cases(n))) for n in ranks):
+        return f"{text}."
+    # ranks that share a core take turns, in every message of every step
+    return f"{text}; the others are left out, for so many ranks wait for one another on the two cores of this machine."
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store")
@@ -153,7 +164,8 @@ def main() -> None:
             "Largest relative difference of a step's loss from one process without sharding or recomputation, each "
             "cell over all levels of recomputation, with and without sequence parallelism."
         )
-        body = f"{head}\n\n{table(records)}\n\n{len(records)} runs, the largest difference {worst:.1e}.\n"
+        foot = f"{len(records)} runs, the largest difference {worst:.1e}."
+        body = f"{head} {_extent(records)}\n\n{table(records)}\n\n{foot}\n"
         (HERE / "equal_losses.md").write_text(body, encoding="utf-8")
         print(body)
         if worst > LIMIT:

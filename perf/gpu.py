@@ -168,7 +168,7 @@ def run_keys(folder: Path, store: Path, name: str, options: argparse.Namespace) 
         "data.store": str(store),
         "data.sequence_length": options.sequence,
         "data.validation_sequences": 1,
-        "log.tensorboard": False,
+        "log.trackers": [],
         "checkpoint.every_steps": 0,
     }
 

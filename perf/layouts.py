@@ -92,7 +92,7 @@ def turn(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     keys = {"mesh.pp": 1, "pipeline.microbatches": 1, "communication.hash_every_steps": 0}
     keys |= {"data.store": str(Path(arguments.store).resolve()), "data.validation_sequences": 1}
     keys |= {"data.sequence_length": arguments.tokens, "data.global_batch": arguments.batch}
-    keys |= {"log.every_steps": 1, "log.tensorboard": False, "checkpoint.every_steps": 0}
+    keys |= {"log.every_steps": 1, "log.trackers": [], "checkpoint.every_steps": 0}
     steps = arguments.steps + WARM_UP_STEPS
     command = ["python", __file__, arguments.store, "--rank", "--steps", str(steps)]
     if isinstance(kind, str):

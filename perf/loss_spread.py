@@ -101,7 +101,7 @@ def train(keys: dict[str, Any], store: str) -> Record:
             "data.store": store,
             "run.folder": folder,
             "log.every_steps": keys["run.steps"],
-            "log.tensorboard": False,
+            "log.trackers": [],
             "checkpoint.every_steps": 0,
         }
         overrides = [f"--set={key}={json.dumps(value)}" for key, value in keys.items()]

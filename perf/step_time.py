@@ -44,7 +44,7 @@ def our_loop(store: str, steps: int, ranks: int, overrides: list[str], environme
             f"data.store={json.dumps(store)}",
             "data.validation_sequences=32",
             "log.every_steps=1",
-            "log.tensorboard=false",
+            "log.trackers=[]",
             "checkpoint.every_steps=0",
         ]
         command = ["python", "-m", "hpcllm", "train", str(RUN_FILE), *(f"--set={o}" for o in overrides)]

@@ -5,11 +5,14 @@ The values are drawn by hypothesis: their number, kind, place in memory, and whi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
+
+from hpcllm.codecs.protocol import Codec
 
 AS_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 SPECIAL = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0]
@@ -31,7 +34,7 @@ class Case:
         random = np.random.default_rng(self.seed)
         info = torch.finfo(dtype)
         normal = random.standard_normal(self.n)
-        numbers = {
+        kinds: dict[str, Callable[[], np.ndarray]] = {
             "ordinary": lambda: normal * 1e-3,
             "any bits": lambda: normal,
             "tiny": lambda: random.integers(-9, 10, self.n) * info.smallest_normal * info.eps,
@@ -39,10 +42,10 @@ class Case:
             "many magnitudes": lambda: normal * 2.0 ** random.integers(-20, 5, self.n),
             "equal": lambda: np.full(self.n, 1 / 3),
             "zero": lambda: np.zeros(self.n),
-        }[self.kind]()
+        }
         memory = torch.empty(self.n + self.shift, dtype=dtype)
         values = memory[self.shift :]
-        values.copy_(torch.from_numpy(numbers))
+        values.copy_(torch.from_numpy(kinds[self.kind]()))
         if self.kind == "any bits":
             bits = torch.from_numpy(random.integers(0, 1 << 32, self.n, dtype="u4").view("i4"))
             values.view(AS_BITS[dtype]).copy_(bits)  # truncates to 16 bits where the values have 16
@@ -89,18 +92,18 @@ def bits(values: torch.Tensor) -> torch.Tensor:
     return values.clone().view(AS_BITS[values.dtype])
 
 
-def encoded(codec, values, index=0):
+def encoded(codec: Codec, values: torch.Tensor, index: int = 0) -> torch.Tensor:
     """A copy of the bytes: some codecs hand out the values' own memory."""
     return codec.encode(values, torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8), index).clone()
 
 
-def decoded(codec, data, n, dtype):
+def decoded(codec: Codec, data: torch.Tensor, n: int, dtype: torch.dtype) -> torch.Tensor:
     out = torch.full((n,), 77.0, dtype=dtype)
     codec.decode(data, out)
     return out
 
 
-def guarded_bytes(codec, values, shift=0):
+def guarded_bytes(codec: Codec, values: torch.Tensor, shift: int = 0) -> torch.Tensor:
     """As encoded, after a look at what is beside the bytes' room; `values` is not handed out."""
     room = Guarded(codec.encoded_bytes(values.numel()), shift)
     data = codec.encode(values, room.data())

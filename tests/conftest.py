@@ -6,6 +6,8 @@
 and then they are the only ones that run. One that holds for one of the two says so: `@pytest.mark.pretend("open")`.
 
 `@pytest.mark.alone` tests hold a limit of time that a neighbour on the other core would break.
+
+`@pytest.mark.full(reason="...")` tests run with `tests/run.sh --all` only.
 """
 
 from __future__ import annotations
@@ -15,14 +17,20 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pretend
 import pytest
 
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
 hypothesis.settings.register_profile("shared machine", deadline=None)
 hypothesis.settings.load_profile("shared machine")
 
+
+pytest_plugins = ["pytester"]  # tests of plugins run pytest inside pytest
 
 MODE = os.environ.get("HPCLLM_PRETEND", "")
 
@@ -30,6 +38,7 @@ MODE = os.environ.get("HPCLLM_PRETEND", "")
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "pretend(mode): runs on the device of tests/pretend, in this mode or in both")
     config.addinivalue_line("markers", "alone: holds a limit of time; nothing else runs beside it")
+    config.addinivalue_line("markers", "full(reason): left to tests/run.sh --all, see sampling.py")
     if MODE and not pretend.why_not():
         pretend.start(open_=MODE == "open")
 
@@ -46,9 +55,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of the device run where there is one, and all others where there is none."""
-    kept = [item for item in items if _is_for(item.get_closest_marker("pretend"))]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    items[:] = kept
+    config.hook.pytest_deselected(items=[item for item in items if not _is_for(item.get_closest_marker("pretend"))])
+    items[:] = [item for item in items if _is_for(item.get_closest_marker("pretend"))]
     for item in items if MODE and pretend.why_not() else ():
         item.add_marker(pytest.mark.skip(reason=pretend.why_not()))
     if config.getoption("numprocesses", None):
@@ -73,7 +81,7 @@ def _is_for(marker: pytest.Mark | None) -> bool:
 
 
 @pytest.fixture
-def comm() -> Iterator:
+def comm() -> Iterator[Intracomm]:
     """A communicator of the test's own, so that no message of another test can reach it."""
     from mpi4py import MPI
 
@@ -83,7 +91,7 @@ def comm() -> Iterator:
 
 
 @pytest.fixture
-def shared_path(comm) -> Iterator[Path]:
+def shared_path(comm: Intracomm) -> Iterator[Path]:
     """One new folder that all ranks see; its name has a space, as users' folders do."""
     path = comm.bcast(tempfile.mkdtemp(prefix="hpcllm test ") if comm.rank == 0 else None)
     yield Path(path)

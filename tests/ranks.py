@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import pytest
 from mpi4py import MPI
@@ -25,7 +25,7 @@ meeting = MPI.COMM_WORLD.Dup()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Iterator[None]:
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if meeting.size > 1:
         share(report)

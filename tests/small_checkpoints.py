@@ -47,7 +47,7 @@ def seal_as(path: Path, text: bytes, extents: Iterable[tuple[int, int]], front: 
     extents: (offset, bytes) of what the checksum shall not cover; those outside the file or one another are left out.
     """
     with path.open("r+b") as file:
-        head_bytes = len(b"hpcllm checkpoint 2: index of 00000000 bytes, xxh3 0123456789abcdef\n")
+        head_bytes = len(b"hpcllm file 3: index of 00000000 bytes, xxh3 0123456789abcdef\n")
         body = text.ljust(front - head_bytes, b"\0")
         data, place = file.read(), front
         covered = xxhash.xxh3_64(body)
@@ -57,9 +57,10 @@ def seal_as(path: Path, text: bytes, extents: Iterable[tuple[int, int]], front: 
                 place = offset + length
         covered.update(data[place:])
         file.seek(0)
-        file.write(b"hpcllm checkpoint 2: index of %08d bytes, xxh3 %016x\n" % (front, covered.intdigest()) + body)
+        file.write(b"hpcllm file 3: index of %08d bytes, xxh3 %016x\n" % (front, covered.intdigest()) + body)
 
 
 def index_of(path: Path) -> dict[str, Any]:
     """The index of a file, as JSON has it."""
-    return json.loads(path.read_bytes()[:4096].split(b"\n", 1)[1].rstrip(b"\0"))
+    index: dict[str, Any] = json.loads(path.read_bytes()[:4096].split(b"\n", 1)[1].rstrip(b"\0"))
+    return index

@@ -56,7 +56,7 @@ def tiny(**tables: dict[str, Any]) -> Config:
         "optimizer": {"learning_rate": 3e-3, "warmup_steps": 5},
         "communication": {"bucket_mib": 0.02},
         "checkpoint": {"every_steps": 0},
-        "log": {"every_steps": 1, "tensorboard": False},
+        "log": {"every_steps": 1, "trackers": []},
         "limits": {"stall_s": 15},
     }
     return with_tables(base, tables)

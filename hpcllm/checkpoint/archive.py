@@ -30,7 +30,7 @@ from hpcllm.checkpoint.reader import Checkpoint, map_ahead
 from hpcllm.checkpoint.slabs import Slab
 from hpcllm.checkpoint.writer import prepare, write
 from hpcllm.errors import CheckpointError, DataError, HpcllmError
-from hpcllm.mpi.collective_errors import REPORT_LIMIT_S, on_root, raise_if_any_failed, rank_and_size
+from hpcllm.mpi.collective_errors import on_root, raise_if_any_failed, rank_and_size
 from hpcllm.system.raw_files import disk_errors, make_dataset
 from hpcllm.system.text import printable, size_text
 
@@ -230,19 +230,19 @@ def _base(temporary: Path, first: np.ndarray, header_size: int) -> int:
 
 def _send(comm: MPI.Intracomm, chunk: bytes) -> None:
     """Send a chunk to rank 0, when it receives it."""
-    from hpcllm.mpi.wait import Waits  # starts MPI
+    from hpcllm.mpi.wait import WORK, job_waits  # starts MPI
 
-    Waits(REPORT_LIMIT_S).all([comm.Isend(np.frombuffer(chunk, np.uint8), 0)], lambda: "rank 0 to write what is packed")
+    job_waits.waits(WORK).all([comm.Isend(np.frombuffer(chunk, np.uint8), 0)], lambda: "rank 0 to write what is packed")
 
 
 def _receive(comm: MPI.Intracomm, rank: int) -> bytes:
     from mpi4py import MPI
 
-    from hpcllm.mpi.wait import Waits  # starts MPI
+    from hpcllm.mpi.wait import WORK, job_waits  # starts MPI
 
     status = MPI.Status()
     what = f"a chunk that rank {rank} packs"
-    Waits(REPORT_LIMIT_S).until(lambda: comm.Iprobe(rank, status=status), lambda: what)
+    job_waits.waits(WORK).until(lambda: comm.Iprobe(rank, status=status), lambda: what)
     chunk = bytearray(status.Get_count(MPI.BYTE))
     comm.Recv(np.frombuffer(chunk, np.uint8), rank)
     return bytes(chunk)

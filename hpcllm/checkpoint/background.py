@@ -16,6 +16,7 @@ and with `asynchronous` off, the same write is made in the loop, from the memory
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -36,6 +37,7 @@ from hpcllm.config.schema import CheckpointConfig
 from hpcllm.errors import HpcllmError
 from hpcllm.mpi.collective_errors import on_root
 
+log = logging.getLogger(__name__)
 LANE = "checkpoint"
 ALIGN_BYTES = 64
 PIECE_BYTES = 64 << 20
@@ -111,6 +113,7 @@ class Background:
         start_s = time.perf_counter()
         before = self.finish()
         began_s = time.perf_counter()
+        log.debug("begins to write %s", path)
         tensors = self._copy(held.tensors) if self.asynchronous and (goes_on or self._copied) else held.tensors
 
         def job() -> tuple[WriteReport, float]:
@@ -139,6 +142,7 @@ class Background:
             tell(f"writing {now.path.name}, for {time.perf_counter() - now.began_s:.0f} s so far")
         self._underway = None
         report, ended_s = now.result.result()
+        log.debug("wrote %s: %d bytes", now.path, report.bytes)
         return Written(now.step, report, ended_s - now.began_s, now.waited_s)
 
     def _copy(self, tensors: Mapping[Slab, torch.Tensor]) -> dict[Slab, torch.Tensor]:

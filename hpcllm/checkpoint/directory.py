@@ -12,7 +12,6 @@ the same name does not mix with it.
 from __future__ import annotations
 
 import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import numpy as np
 from hpcllm.checkpoint.header import Extent, Index, check_header, gaps_between, parse_index, read_header
 from hpcllm.checkpoint.layout import CHECKSUMS, PACKED, DatasetSpec, as_bytes
 from hpcllm.checkpoint.slabs import Slab
+from hpcllm.config import input_files
 from hpcllm.errors import CheckpointError
 from hpcllm.system.raw_files import disk_errors, read_at
 
@@ -72,12 +72,7 @@ def read_tables(descriptor: int, path: Path) -> Tables:
 def open_regular(path: Path) -> int:
     """Open a regular file for reading; returns a descriptor, to be closed by the caller. Raises CheckpointError."""
     with disk_errors(CheckpointError, f"cannot read {path}"):
-        if stat.S_ISREG(os.stat(path).st_mode):  # first, as to open a device can have effects
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                return descriptor
-            os.close(descriptor)
-    raise CheckpointError(f"cannot read {path}: it is a directory, pipe or device; valid: a regular file")
+        return input_files.open_regular(path)
 
 
 def is_ours(path: Path) -> bool:

@@ -35,7 +35,7 @@ from hpcllm.checkpoint import plan as planning
 from hpcllm.checkpoint.layout import DatasetSpec, as_bytes
 from hpcllm.checkpoint.plan import BlockTask, Plan
 from hpcllm.checkpoint.slabs import Slab, part_of, stretch
-from hpcllm.mpi.collective_errors import REPORT_LIMIT_S, on_all, rank_and_size
+from hpcllm.mpi.collective_errors import on_all, rank_and_size
 from hpcllm.mpi.rank_names import name_ranks
 
 if TYPE_CHECKING:
@@ -262,9 +262,9 @@ class _Messages:
 def _window(comm: MPI.Intracomm | None) -> list[_Messages]:
     if not comm:
         return [_Messages(None, None) for _ in range(WINDOW)]
-    from hpcllm.mpi.wait import Waits  # starts MPI
+    from hpcllm.mpi.wait import WORK, job_waits  # starts MPI
 
-    waits = Waits(REPORT_LIMIT_S)
+    waits = job_waits.waits(WORK)
     return [_Messages(comm, waits) for _ in range(WINDOW)]
 
 

@@ -28,8 +28,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from hpcllm.checkpoint.directory import is_ours
 from hpcllm.checkpoint.inspect import verify_file
 from hpcllm.checkpoint.reader import Checkpoint
+from hpcllm.config.input_files import fault_of
+from hpcllm.config.names import shown
 from hpcllm.config.schema import CheckpointConfig
 from hpcllm.errors import CheckpointError, DataError
 from hpcllm.mpi.collective_errors import on_root
@@ -114,7 +117,21 @@ def _set_aside(path: Path, line: str, comm: MPI.Intracomm | None) -> str:
 
 def locate(path: Path) -> Path:
     """The file itself, or the newest checkpoint of a folder. Not collective. Raises DataError, CheckpointError."""
-    return locate_all(path)[0]
+    found = locate_all(path)[0]
+    if found == path and not _is_ours(path):
+        valid = "a file step_00001000.h5 that train wrote, or its run folder"
+        if path.suffix == ".safetensors":
+            valid = "the folder that it is in, where Hugging Face's weights are taken"
+        raise DataError(f"{str(path)!r} is no checkpoint: it does not begin as they do; valid: {valid}")
+    return found
+
+
+def _is_ours(path: Path) -> bool:
+    """True if a file that the user names begins as our checkpoints do. Raises DataError if it cannot be read."""
+    try:
+        return is_ours(path)
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
 
 
 def locate_all(path: Path) -> list[Path]:
@@ -122,8 +139,12 @@ def locate_all(path: Path) -> list[Path]:
 
     Not collective. Raises DataError, CheckpointError.
     """
+    if fault := fault_of(path) or fault_of(path / "checkpoints"):
+        raise DataError(f"cannot look at {shown(str(path))}: {fault}")
     if path.is_dir():
         for folder in (path / "checkpoints", path):
+            if folder.exists() and not os.access(folder, os.R_OK):
+                raise DataError(f"cannot look into {shown(str(folder))}: there is no right to list it")
             if found := newest_first(folder):
                 return found
         raise DataError(f"{path} has no checkpoint; a run folder has some in checkpoints/, named as step_00001000.h5")

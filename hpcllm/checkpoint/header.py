@@ -1,4 +1,4 @@
-"""Header of a checkpoint: an index of the file, and a checksum over every byte of it that is not a tensor's.
+"""Header of a checkpoint or token store: an index of the file, and a checksum over every byte that is not a tensor's.
 
     | header                         | HDF5 tables | /model/a | HDF5 tables | /model/b | HDF5 tables, /checksums |
     | xxh3, index as JSON, 0 0 0 ...   ^^^^^^^^^^^              ^^^^^^^^^^^              ^^^^^^^^^^^^^^^^^^^^^^^^
@@ -166,7 +166,7 @@ def read_header(descriptor: int) -> Header:
     words = line.split()
     size = int(words[5]) if len(words) == 9 and words[5].isdigit() else 0
     if not len(line) < size <= LARGEST_HEADER_BYTES:
-        raise CheckpointError("is no checkpoint of ours, or not a complete one: it does not begin as they do")
+        raise CheckpointError("is no file of ours, or not a complete one: it does not begin as they do")
     return Header(size, line, os.pread(descriptor, size - len(line), len(line)))
 
 
@@ -228,7 +228,7 @@ def _int_from(least: int, name: str, value: Any) -> int:
 
 
 def _line(xxh3: int, size: int) -> bytes:
-    return b"hpcllm checkpoint 2: index of %08d bytes, xxh3 %016x\n" % (size, xxh3)
+    return b"hpcllm file 3: index of %08d bytes, xxh3 %016x\n" % (size, xxh3)
 
 
 def _xxh3(descriptor: int, body: bytes, gaps: list[Extent]) -> int:

@@ -12,6 +12,7 @@ ranks together, each block once. Works without MPI: comm=None.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -130,6 +131,14 @@ class Checkpoint:
         else:
             self._unpack(stored, index, out, stored.packed[index])
         self._compare(stored, index, checksum(out), int(stored.checksums[index]))
+
+    def map(self) -> np.ndarray:
+        """All bytes of the file, (file_bytes,) uint8, memory-mapped and read-only; stays when the file is closed.
+
+        Not collective. Nothing is verified. Raises CheckpointError.
+        """
+        with disk_errors(CheckpointError, f"{self.path}: cannot be mapped"):
+            return np.frombuffer(mmap.mmap(self._descriptor, self.file_bytes, access=mmap.ACCESS_READ), np.uint8)
 
     def _unpack(self, stored: Stored, index: int, out: memoryview, packed: np.ndarray) -> None:
         offset, length, xxh3 = map(int, packed)

@@ -68,6 +68,7 @@ class RunFacts:
     updates: int  # of the weights: steps, less those that were skipped because a gradient overflowed
     loss_scale: float = 1.0  # of fp16 gradients
     good_steps: int = 0  # without overflow since it last changed
+    fingerprint: str  # of the token store it was trained on; empty if it was not
     config: dict[str, Any]  # config.to_tables, for config.from_tables
     mesh: Mapping[str, int]  # axis -> ranks, at the time of writing
 
@@ -81,6 +82,7 @@ class RunFacts:
             "run/good_steps": self.good_steps,
             "run/written_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "data/position": self.position,
+            "data/fingerprint": self.fingerprint,
             "rng/seed": int(self.config["run"]["seed"]),
             **{f"run/mesh/{axis}": size for axis, size in self.mesh.items()},
             **{f"run/versions/{name}": version for name, version in versions().items()},
@@ -175,6 +177,7 @@ def facts(checkpoint: Checkpoint) -> RunFacts:
             updates=_count(attributes["run/updates"]),
             loss_scale=float(attributes["run/loss_scale"]),
             good_steps=_count(attributes["run/good_steps"]),
+            fingerprint=str(attributes["data/fingerprint"]),
             config=config,
             mesh={key[9:]: _count(value) for key, value in attributes.items() if key.startswith("run/mesh/")},
         )

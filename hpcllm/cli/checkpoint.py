@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hpcllm.cli.options import add_json, file_or_folder
+from hpcllm.cli.options import add_stall_limit, file_or_folder, real, whole
+from hpcllm.config.rules import Range
 from hpcllm.errors import ConfigError
 from hpcllm.system.job import run_with_or_without_mpi
+from hpcllm.system.output import add_output, is_json_alone, say, show
+from hpcllm.system.text import printable_path
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -44,7 +46,7 @@ def _add_inspect_options(parser: argparse.ArgumentParser) -> None:
         "written. All of it is read and checked; a damaged block is named, and the rest is shown."
     )
     parser.add_argument("checkpoint", type=file_or_folder, metavar="CHECKPOINT", help=NAMED)
-    add_json(parser)
+    add_output(parser)
 
 
 def inspect(arguments: argparse.Namespace) -> int:
@@ -56,7 +58,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         with Checkpoint.open(_resolved(locate(arguments.checkpoint), arguments.checkpoint)) as checkpoint:
             with _progress("reading", sum(item.spec.bytes for item in checkpoint.datasets.values()), None) as bar:
                 found = describe(checkpoint, bar)
-            _print(found, tree_lines(found), arguments.json)
+            show(arguments, found, tree_lines(found))
         return 1 if found["damage"] else 0
 
     return _by_one_process(describe_it)
@@ -64,17 +66,19 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def _add_verify_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Check every byte of checkpoints and list all blocks that are damaged. Ranks share the reading."
+        "Check every byte of checkpoints or token stores and list all blocks that are damaged; of a token store its "
+        "fingerprint is made anew. Ranks share the reading."
     )
     parser.add_argument("checkpoints", nargs="+", type=file_or_folder, metavar="CHECKPOINT", help=NAMED)
     parser.add_argument("--all", action="store_true", help="of a folder, all checkpoints instead of the newest")
-    add_json(parser)
+    add_stall_limit(parser)
+    add_output(parser)
 
 
 def verify(arguments: argparse.Namespace) -> int:
     def job(comm: MPI.Intracomm | None) -> int:
         from hpcllm.checkpoint.folder import locate_all
-        from hpcllm.checkpoint.inspect import verify_file
+        from hpcllm.data.store_verify import verify as verify_file
         from hpcllm.mpi.collective_errors import on_root
 
         most = None if arguments.all else 1
@@ -83,13 +87,13 @@ def verify(arguments: argparse.Namespace) -> int:
         for path in paths:
             with _progress(path.name, 0, comm) as bar:
                 reports.append(verify_file(path, comm, bar))
-            if not arguments.json and _speaks(comm):
-                print("\n".join(reports[-1].lines()), flush=True)
+            if not is_json_alone(arguments) and _speaks(comm):
+                say(reports[-1].lines(), arguments.wide)
         if arguments.json and _speaks(comm):
-            print(json.dumps([report.as_dict() for report in reports]))
+            show(arguments, [report.as_dict() for report in reports], [])
         return 0 if all(report.is_sound for report in reports) else 1
 
-    return run_with_or_without_mpi(job)
+    return run_with_or_without_mpi(job, arguments.stall_s)
 
 
 def _add_diff_options(parser: argparse.ArgumentParser) -> None:
@@ -101,14 +105,11 @@ def _add_diff_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", type=file_or_folder, metavar="A", help=NAMED)
     parser.add_argument("b", type=file_or_folder, metavar="B", help="the same")
     words = "numbers are equal if they differ by at most T + T x the larger magnitude (default: equal bits)"
-    parser.add_argument("--tolerance", type=float, metavar="T", help=words)
-    add_json(parser)
+    parser.add_argument("--tolerance", type=real(Range(0, 1e300)), metavar="T", help=words)
+    add_output(parser)
 
 
 def diff(arguments: argparse.Namespace) -> int:
-    if arguments.tolerance is not None and not 0 <= arguments.tolerance < float("inf"):
-        raise ConfigError(f"--tolerance {arguments.tolerance} is out of range; valid: 0 or more")
-
     def compare() -> int:
         from hpcllm.checkpoint.diff import difference
         from hpcllm.checkpoint.folder import locate
@@ -118,7 +119,7 @@ def diff(arguments: argparse.Namespace) -> int:
         with Checkpoint.open(path_a) as a, Checkpoint.open(path_b) as b:
             with _progress("comparing", sum(item.spec.bytes for item in a.datasets.values()), None) as bar:
                 found = difference(a, b, arguments.tolerance, bar)
-            _print(found.as_dict(path_a, path_b), found.lines(path_a, path_b), arguments.json)
+            show(arguments, found.as_dict(path_a, path_b), found.lines(path_a, path_b))
         return 0 if found.is_none else 1
 
     return _by_one_process(compare)
@@ -136,8 +137,9 @@ def _add_convert_options(parser: argparse.ArgumentParser) -> None:
     words = "write a folder as gpt2, gpt_neox, llama, mistral or qwen2 (default: what it came as, else the first "
     add("--architecture", default="", metavar="NAME", help=words + "that can say the model)")
     words = "at most so much in a file of a folder (default: 5)"
-    add("--shard-gb", type=float, default=5.0, metavar="GB", help=words)
-    add_json(parser, "print the report as JSON")
+    add("--shard-gb", type=real(Range(0, 1e6, above=True)), default=5.0, metavar="GB", help=words)
+    add_stall_limit(parser)
+    add_output(parser, "the report as JSON")
 
 
 def convert(arguments: argparse.Namespace) -> int:
@@ -148,10 +150,10 @@ def convert(arguments: argparse.Namespace) -> int:
         with _progress("converting", 0, comm) as bar:
             report = convert_weights(comm=comm, advance=bar, **{key: getattr(arguments, key) for key in keys})
         if _speaks(comm):
-            _print(report.as_dict(), report.lines(), arguments.json)
+            show(arguments, report.as_dict(), report.lines())
         return 0
 
-    return run_with_or_without_mpi(job)
+    return run_with_or_without_mpi(job, arguments.stall_s)
 
 
 def _add_compress_options(parser: argparse.ArgumentParser) -> None:
@@ -161,7 +163,9 @@ def _add_compress_options(parser: argparse.ArgumentParser) -> None:
         "with its zstd filter (the package hdf5plugin). train, generate, convert and all of these commands read it as "
         "it is. Ranks share the work under mpirun or srun; the source stays."
     )
-    parser.add_argument("--level", type=int, default=1, help="of Zstandard, 1 to 19 (default: 1, nearly the smallest)")
+    parser.add_argument(
+        "--level", type=whole(1, 19), default=1, help="of Zstandard, 1 to 19 (default: 1, nearly the smallest)"
+    )
 
 
 def compress(arguments: argparse.Namespace) -> int:
@@ -175,7 +179,8 @@ def _add_decompress_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=file_or_folder, metavar="SOURCE", help=NAMED)
     words = "a new file, or a folder for one of the same name"
     parser.add_argument("target", type=file_or_folder, metavar="TARGET", help=words)
-    add_json(parser, "print the report as JSON")
+    add_stall_limit(parser)
+    add_output(parser, "the report as JSON")
 
 
 def decompress(arguments: argparse.Namespace) -> int:
@@ -198,10 +203,10 @@ def _repack(arguments: argparse.Namespace, level: int | None) -> int:
             else:
                 report = archive.compress(source, target, comm, level, bar)
         if _speaks(comm):
-            _print(report.as_dict(), report.lines(), arguments.json)
+            show(arguments, report.as_dict(), report.lines())
         return 0
 
-    return run_with_or_without_mpi(job)
+    return run_with_or_without_mpi(job, arguments.stall_s)
 
 
 COMMANDS = {
@@ -227,16 +232,12 @@ def _by_one_process(command: Callable[[], int]) -> int:
 
 def _resolved(path: Path, named: Path) -> Path:
     if path != named:
-        print(f"{named}: its newest checkpoint is {path.name}", file=sys.stderr)
+        print(f"{printable_path(str(named))}: its newest checkpoint is {path.name}", file=sys.stderr)
     return path
 
 
 def _speaks(comm: MPI.Intracomm | None) -> bool:
     return comm is None or comm.rank == 0
-
-
-def _print(report: Mapping[str, Any], lines: list[str], as_json: bool) -> None:
-    print(json.dumps(report) if as_json else "\n".join(lines))
 
 
 @contextlib.contextmanager

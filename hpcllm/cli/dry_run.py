@@ -5,6 +5,7 @@
       store: readable, long enough, of a vocabulary that fits   data/store.py   (if the run file names one)
       tuning file, checkpoint writer, machine
       run folder: can be locked; the newest checkpoint: of this run
+      memory of its largest rank: no more than a device of run.machine has, or else this host
     --> what would run, the memory of its largest rank, the time of a step on run.machine
 
 It writes nothing, and starts no MPI unless it was launched as a job. What only an allocation can tell: `preflight`.
@@ -13,15 +14,17 @@ It writes nothing, and starts no MPI unless it was launched as a job. What only 
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcllm.cli.options import read_run
 from hpcllm.collectives.tuning import load_tuning
+from hpcllm.config import machines
 from hpcllm.config.schema import Config
-from hpcllm.errors import ConfigError, MeshError
+from hpcllm.errors import ConfigError, MeshError, UserError
 from hpcllm.model.shapes import parameter_count
 from hpcllm.pipeline.schedules import Schedule
 from hpcllm.plan.machine import read_machine
@@ -31,7 +34,10 @@ from hpcllm.plan.prediction import Prediction
 from hpcllm.plan.prediction import predict as predict_step
 from hpcllm.plan.resolve import ResolvedRun, resolve
 from hpcllm.plan.run_config import layout_of
+from hpcllm.system.hardware.node import find_memory
+from hpcllm.system.hardware.pci_devices import find_gpus
 from hpcllm.system.job import run_with_or_without_mpi
+from hpcllm.system.output import show
 from hpcllm.system.text import size_text
 from hpcllm.training.run_lock import check_lockable
 
@@ -41,12 +47,16 @@ if TYPE_CHECKING:
     from hpcllm.data.store import TokenStore
 
 
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "checkpoint")
+
+
 @dataclass(frozen=True)
 class Trial:
     """A run that train would begin, or go on with."""
 
     resolved: ResolvedRun
     tokens: int | None  # of the store to train on; None: the run file names no store yet
+    epochs: float | None  # how many times the run reads them
     newest: Path | None  # the checkpoint that it would go on from
     largest: RankMemory
     step: Prediction | None
@@ -67,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     def _try(ranks: int | None) -> int:
         trial = tried(arguments.run, arguments.overrides, ranks, arguments.restart)
-        print(json.dumps(as_dict(trial)) if arguments.json else "\n".join(lines(trial)), flush=True)
+        show(arguments, as_dict(trial), lines(trial))
         return 0
 
     return run_with_or_without_mpi(job)
@@ -76,12 +86,12 @@ def run(arguments: argparse.Namespace) -> int:
 def tried(path: Path, overrides: list[str], ranks: int | None = None, restart: bool = False) -> Trial:
     """Check a run file for so many ranks (None: those of its mesh). Writes nothing. Raises UserError."""
     resolved = resolve(read_run(path, overrides), ranks)
-    config, schedule, tokens, store = resolved.config, resolved.schedule, None, None
+    config, schedule, tokens, times, store = resolved.config, resolved.schedule, None, None, None
     if config.data.store:
-        from hpcllm.data.store import open_store  # h5py: only where there is a file to look at
+        from hpcllm.data.store import epochs, open_store  # only where there is a file to look at
 
         config, store = open_store(config, None)
-        tokens = len(store.tokens("train"))
+        tokens, times = len(store.tokens("train")), epochs(config, store)
     if config.communication.tuning:
         load_tuning(config.communication.tuning)
     if config.checkpoint.writer == "mpio":
@@ -91,8 +101,58 @@ def tried(path: Path, overrides: list[str], ranks: int | None = None, restart: b
     folder = Path(config.run.folder) / config.run.name
     check_lockable(folder)
     newest = None if restart else _newest(folder, config, store)
-    largest = max((predict(config, schedule, stage) for stage in range(config.mesh.pp)), key=lambda rank: rank.total)
-    return Trial(resolved, tokens, newest, largest, *_step(config, schedule))
+    largest = _largest(resolved)
+    _check_memory(resolved, largest)
+    return Trial(resolved, tokens, times, newest, largest, *_step(config, schedule))
+
+
+def _largest(resolved: ResolvedRun) -> RankMemory:
+    stages = (predict(resolved.config, resolved.schedule, stage) for stage in range(resolved.config.mesh.pp))
+    return max(stages, key=lambda rank: rank.total)
+
+
+def _check_memory(resolved: ResolvedRun, largest: RankMemory) -> None:
+    """Raise MeshError if the largest rank alone is more than a device of run.machine has, or else this host."""
+    where, has, need_of = _room(resolved.config)
+    if need_of(largest) <= has:
+        return
+    parts = ", ".join(f"{part} {size_text(size)}" for part in PARTS if (size := getattr(largest, part)))
+    fitting = next((f"{key} = {size} would fit" for key, size in _wider(resolved, need_of, has)), "no mesh tried fits")
+    raise MeshError(
+        f"the largest rank needs {size_text(need_of(largest))} of tensors (predicted: {parts}), but {where} has "
+        f"{size_text(has)}; {fitting}, and lowered it is by optimizer.shard, precision.compute, pipeline.recompute and "
+        "more pipeline.microbatches: `memory RUN.toml` shows it"
+    )
+
+
+def _room(config: Config) -> tuple[str, float, Callable[[RankMemory], float]]:
+    """Return where a rank's tensors will be, how many bytes fit there, and which of them count."""
+    if config.run.machine and config.run.device != "cpu" and "device" in machines.load(config.run.machine):
+        device = read_machine(config.run.machine).device
+        return f"a device of run.machine = {config.run.machine!r}", device.usable_bytes, _on_device
+    host = find_memory().usable_bytes or math.inf
+    if config.run.device != "cpu" and find_gpus():  # whose memory only their driver knows
+        return "this host", host, lambda rank: rank.checkpoint
+    return "this host (run.machine names another to compare with)", host, lambda rank: rank.total
+
+
+def _on_device(rank: RankMemory) -> float:
+    return rank.total - rank.checkpoint  # the copy that is written lies in the host's memory
+
+
+def _wider(resolved: ResolvedRun, need_of: Callable[[RankMemory], float], has: float) -> Iterator[tuple[str, int]]:
+    """Yield meshes of more stages, or more tp ranks, on which the largest rank fits."""
+    mesh = resolved.config.mesh
+    for size in (2**power for power in range(1, 9)):
+        for axis in ("pp", "tp"):
+            wider = replace(mesh, **{axis: size * getattr(mesh, axis)})
+            try:
+                tried = resolve(replace(resolved.config, mesh=wider), size * resolved.ranks)
+                fits = need_of(_largest(tried)) <= has
+            except UserError:  # does not divide the model
+                continue
+            if fits:
+                yield f"mesh.{axis}", size * getattr(mesh, axis)
 
 
 def _newest(folder: Path, config: Config, store: TokenStore | None) -> Path | None:
@@ -108,16 +168,15 @@ def _newest(folder: Path, config: Config, store: TokenStore | None) -> Path | No
     path = next(iter(newest_first(folder / "checkpoints")), None)
     if path and store:
         with Checkpoint.open(path) as checkpoint:
-            stored = facts(checkpoint).config
-            check_same_run(config, store.tokenizer_json, stored, tokenizer_json(checkpoint), path)
+            check_same_run(config, store, facts(checkpoint), tokenizer_json(checkpoint), path)
     return path
 
 
 def _step(config: Config, schedule: Schedule) -> tuple[Prediction | None, str]:
     if not config.run.machine:
         return None, "run.machine is not set"
-    machine = read_machine(config.run.machine)
     try:
+        machine = read_machine(config.run.machine)
         model, layout = layout_of(config, schedule.placement.chunks)
         return predict_step(machine, model, layout, config.data.global_batch), ""
     except ConfigError as error:  # of the planner, which knows less than the trainer can
@@ -133,6 +192,7 @@ def as_dict(trial: Trial) -> dict[str, Any]:
         "mesh": {"dp": config.mesh.dp, "pp": config.mesh.pp, "tp": config.mesh.tp},
         "parameters": parameter_count(config.model),
         "tokens_in_store": trial.tokens,
+        "epochs": trial.epochs,
         "goes_on_from": None if trial.newest is None else str(trial.newest),
         "bubble": trial.resolved.bubble,
         "largest_rank_bytes": trial.largest.total,
@@ -165,12 +225,14 @@ def lines(trial: Trial) -> list[str]:
 
 def _data(trial: Trial) -> str:
     data = trial.resolved.config.data
-    if trial.tokens is None:
+    if trial.tokens is None or trial.epochs is None:
         return "data.store is not given yet: train needs it; `python -m hpcllm prepare` writes one"
     step = data.global_batch * data.sequence_length
-    rounds = trial.resolved.config.run.steps * step / trial.tokens
-    read = f"read {rounds:.3g} times in {trial.resolved.config.run.steps} steps"
-    return f"{data.store}: {trial.tokens:,} tokens, {step:,} a step, {read}"
+    from hpcllm.data.store import epochs_note
+
+    read = f"read {trial.epochs:.3g} times in {trial.resolved.config.run.steps} steps"
+    note = epochs_note(trial.epochs)
+    return f"{data.store}: {trial.tokens:,} tokens, {step:,} a step, {read}{'; WARNING: ' if note else ''}{note}"
 
 
 def _time(trial: Trial) -> str:

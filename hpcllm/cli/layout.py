@@ -6,7 +6,6 @@ RUN.toml --ranks --ranks-per-node --> traffic, slots --> as it is | the best fou
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcllm.cli.options import add_json, add_ranks, add_run_file, read_run
+from hpcllm.cli.options import add_ranks, add_run_file, count, read_run
 from hpcllm.config import machines
 from hpcllm.config.schema import Config
 from hpcllm.errors import ConfigError
@@ -33,6 +32,7 @@ from hpcllm.plan.rank_order.slots import (
 )
 from hpcllm.plan.rank_order.traffic import Traffic, step_traffic
 from hpcllm.plan.resolve import resolve
+from hpcllm.system.output import add_output, show
 from hpcllm.system.text import percent, size_text, table
 
 MOST_NODES_SHOWN = 8
@@ -76,11 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_run_file(parser)
     add_ranks(parser)
-    parser.add_argument("--ranks-per-node", type=int, metavar="K", help="default: the devices of run.machine's nodes")
-    parser.add_argument("--ranks-per-package", type=int, metavar="P", help="default: of run.machine, or 1")
+    parser.add_argument("--ranks-per-node", type=count, metavar="K", help="default: the devices of run.machine's nodes")
+    parser.add_argument("--ranks-per-package", type=count, metavar="P", help="default: of run.machine, or 1")
     words, usual = "write the better order as Cray MPICH reads it (default: MPICH_RANK_ORDER)", "MPICH_RANK_ORDER"
     parser.add_argument("--reorder", nargs="?", const=usual, type=Path, metavar="FILE", help=words)
-    add_json(parser, "print as JSON, sizes in bytes")
+    add_output(parser, "the answer as JSON, sizes in bytes")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         shares = f"{_share(answer, best)}; as it is: {_share(answer, given)}"
         about = [f"hpcllm layout: {_headline(answer)}", shares]
         write_rank_order_file(arguments.reorder, answer.ranks, slots.per_node, about)
-    print(json.dumps(_facts(answer)) if arguments.json else "\n".join(_lines(answer, arguments.reorder)))
+    show(arguments, _facts(answer), _lines(answer, arguments.reorder))
     return 0
 
 

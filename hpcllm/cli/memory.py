@@ -6,23 +6,25 @@ RUN.toml --set ... --ranks N --> layout --> predict, once for each kind of rank 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hpcllm.cli.options import add_json, add_ranks, add_run_file, read_run
+from hpcllm.cli.options import add_ranks, add_run_file, read_run
 from hpcllm.config.schema import Config
 from hpcllm.model.shapes import parameter_count
 from hpcllm.mpi.mesh_axes import coordinates
+from hpcllm.mpi.partition import chunk_range
 from hpcllm.mpi.rank_names import name_ranks
 from hpcllm.pipeline.schedules import Schedule
 from hpcllm.plan.memory.predict import predict
 from hpcllm.plan.memory.sizes import RankMemory
 from hpcllm.plan.resolve import resolve
+from hpcllm.system.output import add_output, show
 from hpcllm.system.text import percent, size_text, table
 
+NARROW = {"parameters": "params", "gradients": "grads", "activations": "activ.", "checkpoint": "ckpt"}  # 80 columns
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "checkpoint")
 LOWERED_BY = {
     "parameters": "mesh.pp or mesh.tp; with mesh.pp = 1 optimizer.shard = 'all'",
@@ -56,14 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_run_file(parser)
     add_ranks(parser)
-    add_json(parser, "print as JSON, sizes in bytes")
+    add_output(parser, "the answer as JSON, sizes in bytes")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table. Raises UserError."""
     resolved = resolve(read_run(arguments.run, arguments.overrides), arguments.ranks)
     config, rows = resolved.config, list(_rows(resolved.config, resolved.schedule))
-    print(json.dumps(_facts(config, rows)) if arguments.json else "\n".join(_lines(config, rows)))
+    show(arguments, _facts(config, rows), _lines(config, rows, arguments.wide))
     return 0
 
 
@@ -71,14 +73,23 @@ def _rows(config: Config, schedule: Schedule) -> Iterator[Row]:
     """Yield a row for ranks that are alike: replicas, and tp ranks unless the vocabulary divides unevenly."""
     mesh = config.mesh
     sizes = {"dp": mesh.dp, "pp": mesh.pp, "tp": mesh.tp}
-    places = [coordinates(rank, sizes, mesh.order) for rank in range(math.prod(sizes.values()))]
-    for stage in range(mesh.pp):
+    held: list[dict[int, list[int]]] = [{} for _ in range(mesh.pp)]  # of each stage: first tp rank alike -> ranks
+    first_alike = _first_alike(config)
+    for rank in range(math.prod(sizes.values())):
+        place = coordinates(rank, sizes, mesh.order)
+        held[place["pp"]].setdefault(first_alike[place["tp"]], []).append(rank)
+    for stage, by_tp in enumerate(held):
         alike: dict[RankMemory, list[int]] = {}
-        of_tp = [predict(config, schedule, stage, tp_rank) for tp_rank in range(mesh.tp)]
-        for rank, place in enumerate(places):
-            if place["pp"] == stage:
-                alike.setdefault(of_tp[place["tp"]], []).append(rank)
-        yield from (Row(stage, ranks, memory) for memory, ranks in alike.items())
+        for tp_rank, ranks in by_tp.items():
+            alike.setdefault(predict(config, schedule, stage, tp_rank), []).extend(ranks)
+        yield from (Row(stage, sorted(ranks), memory) for memory, ranks in alike.items())
+
+
+def _first_alike(config: Config) -> list[int]:
+    """Return for each tp rank the first that holds as much: as many rows of the vocabulary; rank 0 writes more."""
+    first: dict[tuple[bool, int], int] = {}
+    rows = (chunk_range(config.model.vocabulary, config.mesh.tp, tp_rank) for tp_rank in range(config.mesh.tp))
+    return [first.setdefault((tp_rank == 0, end - start), tp_rank) for tp_rank, (start, end) in enumerate(rows)]
 
 
 def _facts(config: Config, rows: list[Row]) -> dict[str, Any]:
@@ -97,8 +108,9 @@ def _facts(config: Config, rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def _lines(config: Config, rows: list[Row]) -> list[str]:
+def _lines(config: Config, rows: list[Row], wide: bool) -> list[str]:
     mesh, largest = config.mesh, _largest(rows)
+    titles = PARTS if wide else [NARROW.get(part, part) for part in PARTS]
     part = _binds(largest)
     everywhere = sum(row.memory.total * len(row.ranks) for row in rows)
     return [
@@ -106,7 +118,7 @@ def _lines(config: Config, rows: list[Row]) -> list[str]:
         f"dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, shard {config.optimizer.shard!r}, recompute "
         f"{config.pipeline.recompute!r}; predicted for each rank:",
         "",
-        *table(["", *PARTS, "total"], list(_cells(rows)), indent="", gap="  "),
+        *table(["", *titles, "total"], list(_cells(rows)), indent="", gap="  "),
         "",
         f"all {mesh.dp * mesh.pp * mesh.tp} ranks together: {size_text(everywhere)}",
         f"{name_ranks(largest.ranks, 3)} need{'s' if len(largest.ranks) == 1 else ''} most, "

@@ -1,24 +1,33 @@
 """Options that commands share, the types of their values, and which of them go together.
 
 A `type=` function raises argparse.ArgumentTypeError for a value that cannot be meant, with what would be valid; the
-parser (main.py) adds the option's name and ends with exit code 2.
+parser (system/command_line.py) adds the option's name and ends with exit code 2.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from hpcllm.config.input_files import fault_of
+from hpcllm.config.names import shown
+from hpcllm.config.rules import Range
 from hpcllm.config.schema import Config, load
 from hpcllm.errors import ConfigError
+from hpcllm.system.job import WAIT_LIMIT_S
+
+MOST_DIGITS = 60  # of a number on the command line
 
 
 def file_or_folder(text: str) -> Path:
-    """Convert an argument that names a file or a folder."""
+    """Convert an argument that names a file or a folder, there or not; nobody may hinder us to look."""
     if not text:  # an unset shell variable; Path("") would be the whole current folder
         raise argparse.ArgumentTypeError("an empty name; name a file or a folder")
+    if fault := fault_of(text):
+        raise argparse.ArgumentTypeError(f"cannot look at {shown(text)}: {fault}")
     return Path(text)
 
 
@@ -34,6 +43,33 @@ def count_to(most: int) -> Callable[[str], int]:
 
 
 count = count_to(999_999_999)
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """Make a `type=` function for whole numbers from least to most."""
+    valid = Range(least, most)
+
+    def number(text: str) -> int:
+        if not re.fullmatch(r"[+-]?[0-9]{1,20}", text.strip(), re.ASCII) or int(text) not in valid:
+            raise argparse.ArgumentTypeError(f"{shown(text)} is out of range; valid: a whole number, {valid}")
+        return int(text)
+
+    return number
+
+
+def real(valid: Range) -> Callable[[str], float]:
+    """Make a `type=` function for numbers of a range."""
+
+    def number(text: str) -> float:
+        try:
+            value = float(text) if len(text) <= MOST_DIGITS else math.nan
+        except ValueError:
+            value = math.nan
+        if value not in valid:
+            raise argparse.ArgumentTypeError(f"{shown(text)} is out of range; valid: a number, {valid}")
+        return value
+
+    return number
 
 
 def options_given(
@@ -63,14 +99,15 @@ def add_run_file(parser: argparse.ArgumentParser, optional: bool = False) -> Non
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=words)
 
 
+def add_stall_limit(parser: argparse._ActionsContainer) -> None:
+    """Add --stall-s, for commands of several ranks that have no run file."""
+    words = f"end if ranks wait so long for another; 6 times that while one works (default: {WAIT_LIMIT_S:g})"
+    parser.add_argument("--stall-s", type=real(Range(0.1, 1e6)), default=WAIT_LIMIT_S, metavar="S", help=words)
+
+
 def add_ranks(parser: argparse.ArgumentParser) -> None:
     """Add --ranks, for commands that look at a job without being one."""
-    parser.add_argument("--ranks", type=int, metavar="N", help="of the job (default: dp x pp x tp of the run file)")
-
-
-def add_json(parser: argparse._ActionsContainer, about: str = "print as JSON") -> None:
-    """Add --json."""
-    parser.add_argument("--json", action="store_true", help=about)
+    parser.add_argument("--ranks", type=count, metavar="N", help="of the job (default: dp x pp x tp of the run file)")
 
 
 def read_run(path: Path, overrides: Sequence[str]) -> Config:

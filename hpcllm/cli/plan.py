@@ -11,16 +11,16 @@ also that a layout does not fit; 1 nothing that was searched fits.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcllm.cli.options import add_json, count, count_to, options_given, spelled
+from hpcllm.cli.options import count, count_to, file_or_folder, options_given, spelled
 from hpcllm.errors import ConfigError
 from hpcllm.plotting import picture_path
+from hpcllm.system.output import add_output, show
 from hpcllm.system.raw_files import writing
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 MOST_ROWS = 1000
 MORE = ("sequence", "tokens", "explain", "write", "plot", "json")
 TAKES = {  # options of each form; the first ones are needed
-    "--devices": ("machine", "model", "devices", "global_batch", "constraints", "top", "rank", *MORE),
+    "--devices": ("machine", "model", "devices", "global_batch", "constraints", "top", "row", *MORE),
     "--layout": ("machine", "model", "layout", "global_batch", "devices", *MORE),
     "--calibrate": ("calibrate", "output", "json"),
 }
@@ -67,11 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = answer.add_argument
     add("--top", type=row, metavar="N", help="rows of the table (default: 10)")
     words = "the whole arithmetic of a row (default: the first)"
-    add("--explain", nargs="?", const=1, type=row, metavar="RANK", help=words)
-    add("--rank", type=row, metavar="RANK", help="the row that --write takes (default: 1)")
-    add("--write", type=new_file, metavar="RUN.toml", help="write a run file of the best layout, or of --rank")
+    add("--explain", nargs="?", const=1, type=row, metavar="N", help=words)
+    add("--row", type=row, metavar="N", help="the row that --write takes (default: 1)")
+    add("--write", type=new_file, metavar="RUN.toml", help="write a run file of the best layout, or of --row")
     add("--plot", type=picture_path, metavar="FILE", help="draw times, memory and scaling: .svg or .png")
-    add_json(answer, "print as JSON, units in the keys")
+    add_output(answer, "the answer as JSON, units in the keys")
     add = parser.add_argument_group("a machine of your own").add_argument
     add("--calibrate", nargs="+", metavar="RESULTS.json", help="make a machine file of what was measured on it")
     add("--output", metavar="FILE", help="with --calibrate: the machine file to write")
@@ -91,9 +91,10 @@ def token_count(text: str) -> float:
 
 def new_file(text: str) -> Path:
     """Convert the name of a file that is not there yet."""
-    if Path(text).exists():
+    path = file_or_folder(text)
+    if path.exists():
         raise argparse.ArgumentTypeError(f"{text!r} is there already; valid: the name of a new file")
-    return Path(text)
+    return path
 
 
 class Answer(NamedTuple):
@@ -109,8 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Answer one form of the command. Raises UserError."""
     form = "--calibrate" if arguments.calibrate else "--devices" if arguments.layout is None else "--layout"
     given = options_given(arguments, "plan", form, TAKES)
-    if "rank" in given and "write" not in given:
-        raise ConfigError("--rank is the row that --write takes; valid: with --write, or --explain RANK")
+    if "row" in given and "write" not in given:
+        raise ConfigError("--row is the row that --write takes; valid: with --write, or --explain N")
     for key in TAKES[form][: NEEDS[form]]:
         if key not in given:
             raise ConfigError(f"plan needs {spelled([key])}: {WHY[key]}")
@@ -118,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _calibrate(arguments)
     answer = _predict(arguments) if form == "--layout" else _search(arguments)
     _write_files(arguments, answer)
-    print(json.dumps(answer.facts) if arguments.json else "\n".join(answer.lines))
+    show(arguments, answer.facts, answer.lines)
     return 0 if answer.rows else 1
 
 
@@ -175,20 +176,20 @@ def _search(arguments: argparse.Namespace) -> Answer:
     from hpcllm.plan import explain, ranking
     from hpcllm.plan.layout_search import search
 
-    tokens, rank, row = arguments.tokens, arguments.rank or 1, arguments.explain or 1
+    tokens, written, row = arguments.tokens, arguments.row or 1, arguments.explain or 1
     found = search(
         arguments.machine,
         arguments.model,
         arguments.devices,
         arguments.global_batch,
         sequence=arguments.sequence,
-        top=max(arguments.top or 10, rank, row),
+        top=max(arguments.top or 10, written, row),
         constraints=arguments.constraints,
     )
     best = found.best
     if not best:
         return Answer([], ranking.nothing(found), ranking.as_dict(found, tokens))
-    for option, chosen in (("--explain", row), ("--rank", rank)):
+    for option, chosen in (("--explain", row), ("--row", written)):
         if chosen > len(best):
             raise ConfigError(f"{option} {chosen}: {len(best)} layouts were found; valid: 1 to {len(best)}")
     if arguments.explain:
@@ -207,9 +208,9 @@ def _write_files(arguments: argparse.Namespace, answer: Answer) -> None:
     if arguments.write and answer.rows:
         from hpcllm.plan.report import write_run_file
 
-        rank = arguments.rank or 1
-        write_run_file(arguments.write, answer.rows[rank - 1], arguments.machine, arguments.tokens)
-        answer.lines.append(f"written: {arguments.write}, of rank {rank}; data.store is left to be filled in")
+        row = arguments.row or 1
+        write_run_file(arguments.write, answer.rows[row - 1], arguments.machine, arguments.tokens)
+        answer.lines.append(f"written: {arguments.write}, of row {row}; data.store is left to be filled in")
 
 
 def _curves(found: Search | None) -> dict[str, Curve]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING
 
-from hpcllm.cli.options import add_json, add_run_file
+from hpcllm.cli.options import add_run_file
 from hpcllm.errors import ConfigError
+from hpcllm.system.output import add_output, show
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_run_file(parser, optional=True)
     parser.add_argument("--quick", action="store_true", help="no measurements: a second instead of half a minute")
-    add_json(parser)
+    add_output(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,13 +41,13 @@ def examine_and_print(arguments: argparse.Namespace, world: MPI.Intracomm) -> in
     tables = on_root(world, lambda: _tables(arguments))
     page = examine_allocation(world, schema.from_tables(tables) if tables else None, arguments.quick)
 
-    def show() -> bool:
+    def print_page() -> bool:
         if not page:
             return True
-        print(json.dumps(page.as_dict()) if arguments.json else "\n".join(page.lines()), flush=True)
+        show(arguments, page.as_dict(), page.lines())
         return page.is_fit
 
-    return 0 if on_root(world, show) else 1
+    return 0 if on_root(world, print_page) else 1
 
 
 def _tables(arguments: argparse.Namespace) -> dict[str, dict[str, object]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 
-from hpcllm.cli.options import add_json, file_or_folder
+from hpcllm.cli.options import add_stall_limit, file_or_folder, real, whole
+from hpcllm.config.rules import Range
+from hpcllm.system.output import add_output, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,31 +16,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Ranks share the work under mpirun or srun; any number of them writes the same file."
     )
     add = parser.add_argument
-    words = "files or folders: text, .jsonl, also .gz and .zst; none: the source of the Python standard library"
+    words = (
+        "files or folders: text, .jsonl .json .csv .tsv .parquet, also with .gz .zst .bz2 .xz; "
+        "none: the source of the Python standard library"
+    )
     add("inputs", nargs="*", type=file_or_folder, metavar="INPUT", help=words)
-    add("--output", type=Path, required=True, metavar="FILE", help="the token store to write")
-    add("--field", default="text", help="what holds the text in a line of .jsonl (default: text)")
-    add("--vocabulary", type=int, default=4096, help="size of a new tokenizer (default: 4096)")
-    add("--tokenizer", type=Path, metavar="FILE", help="a byte-level tokenizer.json to use instead")
+    add("--output", type=file_or_folder, required=True, metavar="FILE", help="the token store to write")
+    add("--field", default="text", help="key or column that holds the text of a row (default: text)")
+    add("--vocabulary", type=whole(1, 1 << 24), default=4096, help="size of a new tokenizer (default: 4096)")
+    add("--tokenizer", type=file_or_folder, metavar="FILE", help="a byte-level tokenizer.json to use instead")
     words = "share of the documents to hold out (default: 0.02)"
-    add("--validation-fraction", type=float, default=0.02, help=words)
-    add("--seed", type=int, default=0, help="of the train/validation split (default: 0)")
-    add_json(parser, "print the report as JSON")
+    add("--validation-fraction", type=real(Range(0, 1)), default=0.02, help=words)
+    add("--seed", type=whole(0, (1 << 63) - 1), default=0, help="of the train/validation split (default: 0)")
+    add_stall_limit(parser)
+    add_output(parser, "the report as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prepare a token store, on all ranks of the job. Raises UserError."""
-    from hpcllm.data.prepare import PrepareOptions
-    from hpcllm.data.prepare import prepare as prepare_store
     from hpcllm.system.job import run_job
 
     keys = ("output", "field", "vocabulary", "tokenizer", "validation_fraction", "seed")
-    options = PrepareOptions(inputs=tuple(arguments.inputs), **{key: getattr(arguments, key) for key in keys})
 
     def job(world) -> int:  # type: ignore[no-untyped-def]
+        from hpcllm.data.prepare import PrepareOptions  # imports MPI, whose start run_job limits
+        from hpcllm.data.prepare import prepare as prepare_store
+
+        options = PrepareOptions(inputs=tuple(arguments.inputs), **{key: getattr(arguments, key) for key in keys})
         report = prepare_store(options, world)
         if world.rank == 0:
-            print(json.dumps(report.as_dict()) if arguments.json else "\n".join(report.lines()))
+            show(arguments, report.as_dict(), report.lines())
         return 0
 
-    return run_job(job)
+    return run_job(job, arguments.stall_s)

@@ -11,7 +11,6 @@ Imports neither torch nor mpi4py.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import shutil
@@ -19,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcllm.cli.options import add_json, count, options_given, spelled
+from hpcllm.cli.options import count, options_given, spelled
+from hpcllm.config.input_files import LARGEST_TABLE_BYTES, read_text
 from hpcllm.errors import ConfigError, DataError
 from hpcllm.pipeline.checker import check
 from hpcllm.pipeline.explain import explain, explanation_facts, explanation_lines, explanation_panels
@@ -36,16 +36,17 @@ from hpcllm.pipeline.report import (
 from hpcllm.pipeline.schedules import Schedule, make_schedule, read_schedule
 from hpcllm.pipeline.timing import Times, simulate
 from hpcllm.plotting import picture_path
+from hpcllm.system.output import COLUMNS, add_output, show
 from hpcllm.system.raw_files import writing
 
-COLUMNS = 120  # where there is no terminal
+WIDE = 120  # columns of --wide where there is no terminal
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 LARGEST_BYTES = 1 << 50
 LONGEST_DURATION = 1e9
 TIMES = ("F", "B", "W", "send")  # keys of --times
 SHAPE = ("stages", "microbatches")
 MORE = ("chunks", "times", "recompute", "bytes")
-ALWAYS = ("draw", "json")
+ALWAYS = ("plot", "json")
 TAKES = {  # form of the command -> its options
     "NAME": ("name", *SHAPE, *MORE, "write", *ALWAYS),
     "custom": ("name", "file", "times", "recompute", "bytes", *ALWAYS),
@@ -88,9 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bytes", type=parse_bytes, metavar="SIZE", help=words)
     add("--compare", action="store_true", help="all schedules side by side, without NAME")
     add("--measured", metavar="TRACE", help="explain a step that was run, from its trace, without NAME")
-    add("--draw", type=picture_path, metavar="FILE", help="draw a picture, .svg or .png")
+    add("--plot", type=picture_path, metavar="FILE", help="draw a picture, .svg or .png")
     add("--write", metavar="FILE", help="write the schedule as text, to change it and read it by --file")
-    add_json(parser)
+    add_output(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -101,11 +102,11 @@ def run(arguments: argparse.Namespace) -> int:
     if missing := [key for key in NEEDS[form] if key not in given]:
         raise ConfigError(f"schedule {form} needs {spelled(missing)}; it takes {spelled(TAKES[form])}")
     answer = FORMS[form](arguments)
-    if arguments.draw:
+    if arguments.plot:
         canvas = draw(answer.panels, answer.unit)
-        with writing(repr(str(arguments.draw))):
-            canvas.write(arguments.draw)
-    print(json.dumps(answer.facts) if arguments.json else "\n".join(answer.lines))
+        with writing(repr(str(arguments.plot))):
+            canvas.write(arguments.plot)
+    show(arguments, answer.facts, answer.lines)
     return 0
 
 
@@ -120,8 +121,8 @@ def _one(arguments: argparse.Namespace) -> Answer:
 
 def _custom(arguments: argparse.Namespace) -> Answer:
     try:
-        text = Path(arguments.file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(arguments.file, LARGEST_TABLE_BYTES)
+    except ValueError as error:
         raise DataError(f"the schedule {arguments.file!r} cannot be read: {error}") from error
     return _proved(read_schedule(text), arguments)
 
@@ -130,19 +131,21 @@ def _proved(schedule: Schedule, arguments: argparse.Namespace) -> Answer:
     check(schedule)
     times = _times(arguments)
     timeline = simulate(schedule, times)
-    lines = schedule_lines(timeline, times, _columns(), arguments.bytes)
+    lines = schedule_lines(timeline, times, _columns(arguments), arguments.bytes)
     return Answer(lines, schedule_facts(timeline, times, arguments.bytes), [schedule_panel(timeline)])
 
 
 def _compare(arguments: argparse.Namespace) -> Answer:
     found = compare(arguments.stages, arguments.microbatches, arguments.chunks, _times(arguments))
     panels = [schedule_panel(entry.timeline) for entry in found.entries]
-    return Answer(comparison_lines(found, arguments.bytes), comparison_facts(found, arguments.bytes), panels)
+    return Answer(
+        comparison_lines(found, arguments.bytes, _columns(arguments)), comparison_facts(found, arguments.bytes), panels
+    )
 
 
 def _measured(arguments: argparse.Namespace) -> Answer:
     explanations = [explain(measured) for measured in read_trace(Path(arguments.measured))]
-    lines = explanation_lines(explanations, _columns())
+    lines = explanation_lines(explanations, _columns(arguments))
     return Answer(lines, explanation_facts(explanations), explanation_panels(explanations), "ms")
 
 
@@ -153,8 +156,11 @@ def _times(arguments: argparse.Namespace) -> Times:
     return replace(arguments.times or Times(), recompute=arguments.recompute)
 
 
-def _columns() -> int:
-    return shutil.get_terminal_size((COLUMNS, 24)).columns
+def _columns(arguments: argparse.Namespace) -> int:
+    """Return the columns of a drawing: those of the terminal, without --wide at most 80."""
+    if arguments.wide:
+        return shutil.get_terminal_size((WIDE, 24)).columns
+    return min(shutil.get_terminal_size((COLUMNS, 24)).columns, COLUMNS)
 
 
 def parse_times(text: str) -> Times:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcllm.cli.options import add_json, add_run_file
-from hpcllm.errors import ConfigError
+from hpcllm.cli.options import add_run_file, count
+from hpcllm.errors import ConfigError, UserError
+from hpcllm.system.output import add_output, is_json_alone, show
 
 if TYPE_CHECKING:
     from hpcllm.training.summary import Summary
@@ -20,15 +21,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Train as a run file says. On a run folder with a checkpoint it goes on from the newest one."
     add_run_file(parser)
     parser.add_argument("--restart", action="store_true", help="begin at step 0; the old run folder is renamed")
+    parser.add_argument("--report", action="store_true", help="write the page of the run once it is finished")
     words = "check all that train checks before it begins; start and write nothing"
     parser.add_argument("--dry-run", action="store_true", help=words)
+    words = "only say whether the run has made and saved its last step: exit code 0 if so, else 1"
+    parser.add_argument("--is-finished", action="store_true", help=words)
     words = "of the job to check, with --dry-run (default: those launched, or dp x pp x tp)"
-    parser.add_argument("--ranks", type=int, metavar="N", help=words)
-    add_json(parser, "print the closing table as JSON")
+    parser.add_argument("--ranks", type=count, metavar="N", help=words)
+    add_output(parser, "the closing table as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, or with --dry-run check what train checks. Raises UserError."""
+    """Train; or with --dry-run check what train checks, with --is-finished look for its end. Raises UserError."""
+    if arguments.is_finished:
+        if arguments.dry_run or arguments.ranks is not None:
+            raise ConfigError("--is-finished only looks into the run folder; it does not go with --dry-run or --ranks")
+        return _look_for_the_end(arguments)
     if arguments.dry_run:
         from hpcllm.cli.dry_run import run as try_out
 
@@ -43,22 +51,65 @@ def run(arguments: argparse.Namespace) -> int:
 
         tables = on_root(world, lambda: config.to_tables(config.load(arguments.run, arguments.overrides)))
         checked = config.from_tables(tables)
+        from hpcllm.mpi.wait import job_waits
+
+        job_waits.limit_s = checked.limits.stall_s
         from hpcllm.preflight.examination import start
         from hpcllm.training.loop import train as run  # after the run file is known to be right: it takes seconds
 
         start(world, checked.run.device, checked.limits.stall_s)
-        with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
+        with contextlib.redirect_stdout(sys.stderr if is_json_alone(arguments) else sys.stdout):
             summary = run(checked, world, signals, arguments.restart)
         if world.rank == 0:
-            print(json.dumps(summary.as_dict()) if arguments.json else f"\n{summary.text()}", flush=True)
+            # not folded: its commands are to be copied
+            show(arguments, summary.as_dict(), ["", summary.text()], wide=True)
+        if world.rank == 0 and arguments.report and not summary.stopped_by:
+            _write_page(summary)
         signals.keep_out()  # all is done; and a job that is requeued is ended at once
         if not summary.stopped_by:
             return 0
-        on_root(world, lambda: print(_what_goes_on(summary), file=sys.stderr if arguments.json else None, flush=True))
+        on_root(
+            world,
+            lambda: print(_what_goes_on(summary), file=sys.stderr if is_json_alone(arguments) else None, flush=True),
+        )
         return TO_BE_CONTINUED
 
     with StopSignals() as signals:
-        return run_job(job)
+        return run_job(job, _first_limit_s(arguments))
+
+
+def _first_limit_s(arguments: argparse.Namespace) -> float:
+    """Return limits.stall_s for MPI's own start, before rank 0 has checked the run file; its default if in doubt."""
+    from hpcllm.config.schema import LimitsConfig, load
+
+    try:
+        if not arguments.run.is_file():  # a pipe can be read only once
+            return LimitsConfig().stall_s
+        return load(arguments.run, arguments.overrides).limits.stall_s
+    except (UserError, OSError, ValueError):
+        return LimitsConfig().stall_s  # what is wrong is said by rank 0
+
+
+def _look_for_the_end(arguments: argparse.Namespace) -> int:
+    """Tell whether the run is finished, by its own record; of launched ranks each looks for itself."""
+    from hpcllm.config.schema import load
+    from hpcllm.training.finished import read_progress
+
+    run = load(arguments.run, arguments.overrides).run
+    progress = read_progress(Path(run.folder) / run.name, run.steps)
+    show(arguments, progress.as_dict(), [progress.line()])
+    return 0 if progress.is_finished else 1
+
+
+def _write_page(summary: Summary) -> None:
+    """Write the report, and tell on standard error where it is; a run does not fail for it."""
+    from hpcllm.cli.report import write_page
+
+    try:
+        lines = write_page(Path(summary.config.run.folder) / summary.config.run.name)
+    except UserError as error:
+        lines = [f"no report: {error}"]
+    print("\n".join(["", *lines]), file=sys.stderr, flush=True)
 
 
 def _what_goes_on(summary: Summary) -> str:

@@ -69,7 +69,7 @@ def device_codec(host: Codec, launcher: Launcher | None, device: str) -> Codec:
     """
     found = _with_kernels(host, launcher) if launcher else _with_torch(host)
     if found is None:
-        advice = "; the others need CuPy: pip install 'hpcllm[cuda13]', or see README for ROCm"
+        advice = "; the others need CuPy: pip install cupy-cuda13x, or see README for ROCm"
         raise ValueError(
             f"codec {host.name!r} has no kernels for {device!r} devices here; valid: raw, bf16, fp16, int8:32 to "
             f"int8:4096{advice if device in LAUNCHERS else ''}"

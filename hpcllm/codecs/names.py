@@ -38,10 +38,14 @@ class CodecName:
 
 
 def parse_name(text: str) -> CodecName:
-    """Parse 'int8' or 'int8:128:sr', defaults filled in. Raises ValueError with what would be valid."""
-    kind, *rest = text.split(":")
+    """Parse 'int8' or 'INT8:128:sr', defaults filled in. Raises ValueError with what would be valid."""
+    kind, *rest = text.lower().split(":")
     if kind not in DEFAULTS:
-        raise ValueError(f"codec {text!r} is unknown; valid: {', '.join(examples())}")
+        import difflib  # only where a mistake is explained
+
+        close = difflib.get_close_matches(kind, DEFAULTS, 1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(f"codec {text!r} is unknown; {hint}valid: {', '.join(examples())}")
     stochastic = rest[-1:] == ["sr"]
     if stochastic:
         rest.pop()

@@ -13,6 +13,7 @@ decision: two machines' rounding in a logarithm must not send ranks into differe
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from hpcllm.collectives.group import Group
 from hpcllm.collectives.selection import Values, by_rule, choose
 from hpcllm.collectives.tuning import Tuning
 
+log = logging.getLogger(__name__)
 DECISION_BYTES = 512  # of JSON, padded
 
 
@@ -36,10 +38,17 @@ class Plan:
 
 
 def plan(operation: str, n: int, codec: Codec, group: Group, place: str = "cpu") -> Plan:
-    """The plan for n values: those of x, of `out` for an all-gather. Collective over group where it has tuning.
+    """Choose for n values: those of x, of `out` for an all-gather. Collective over group where it has tuning.
 
     place: the type of the values' device. The caller keeps the answer in group.plans.
     """
+    made = _plan(operation, n, codec, group, place)
+    words = (operation, n, codec.name, group.size, made.algorithm, made.codec.name, made.why)
+    log.debug("%s of %d values as %s over %d ranks: %s, as %s (%s)", *words)
+    return made
+
+
+def _plan(operation: str, n: int, codec: Codec, group: Group, place: str) -> Plan:
     dtype = str(codec.dtype).removeprefix("torch.")
     if group.tuning is not None and n > 0 and place == "cpu":
         decision = _decided(operation, n, codec, dtype, group, group.tuning)

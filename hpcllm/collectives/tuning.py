@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from hpcllm.codecs.names import examples, parse_name
+from hpcllm.config.input_files import read_text
 from hpcllm.errors import ConfigError
 from hpcllm.system.text import printable
 
 VALUE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 OPERATIONS = ("allreduce", "reduce_scatter", "allgather", "alltoall", "broadcast")
-LARGEST_FILE_BYTES = 1 << 20
 LINK_KEYS = ("latency_s", "bandwidth_gb_s")
 CORE_KEYS = ("call_s", "setup_s", "message_s", "copy_gb_s", "memory_gb_s")
 CODING_KEYS = ("ratio", "encode_gb_s", "decode_gb_s", "add_gb_s")
@@ -115,14 +115,8 @@ def nominal_ratio(codec: str, dtype: str) -> float:
 def load_tuning(path: str | Path) -> Tuning:
     """Read and check a file. Not collective: see collective_errors.on_root. Raises ConfigError."""
     try:
-        if not Path(path).is_file():  # opening a pipe would wait for its writer
-            raise ValueError("there is no such file")
-        with open(path, "rb") as file:
-            data = file.read(LARGEST_FILE_BYTES + 1)
-        if len(data) > LARGEST_FILE_BYTES:
-            raise ValueError(f"more than {LARGEST_FILE_BYTES} bytes")
-        tables = tomllib.loads(data.decode())
-    except (OSError, ValueError, RecursionError) as error:  # TOML and Unicode errors are ValueErrors
+        tables = tomllib.loads(read_text(path))
+    except (ValueError, RecursionError) as error:  # TOML and Unicode errors are ValueErrors
         raise ConfigError(f"cannot read the tuning file {str(path)!r}: {error}; `perf tune` writes one") from error
     try:
         return from_tables(tables)

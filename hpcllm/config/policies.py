@@ -29,7 +29,7 @@ def codecs_of(policy: str, chosen: dict[str, str]) -> dict[str, str]:
 
     chosen: what the run file says of each kind; an empty string leaves it to the policy.
     """
-    codecs = {kind: chosen.get(kind) or POLICIES[policy].get(kind, "raw") for kind in TRAFFIC}
+    codecs = {kind: chosen.get(kind, "").lower() or POLICIES[policy].get(kind, "raw") for kind in TRAFFIC}
     for kind, name in codecs.items():
         key = f"communication.{kind} = {name!r}"
         try:

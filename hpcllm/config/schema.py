@@ -16,22 +16,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from hpcllm.config.input_files import read_text
+from hpcllm.config.names import closest, key_meant, nearest
 from hpcllm.config.policies import TRAFFIC, codecs_of
-from hpcllm.config.rules import checked, divisors, nearest, typed
+from hpcllm.config.rules import checked, divisors, typed
 from hpcllm.errors import ConfigError
 
 SHARED_OUT = ("ring", "two_step", "node_window", "native")  # algorithms that give each replica its share of a sum
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # precision.compute -> name of the dtype
-RETIRED = {"energy.sysfs"}  # keys of files written by the first edition that decide nothing now: ignored
+RETIRED = {"energy.sysfs", "log.tensorboard"}  # keys of files of older versions that decide nothing now: ignored
 PRESETS = Path(__file__).parent / "presets"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     name: str = "run"  # the run lives in <folder>/<name>
-    folder: str = "runs"
+    folder: str = "runs"  # where run folders lie
     seed: int = 0  # of weights and sample order
-    steps: int = 1000
+    steps: int = 1000  # of the whole run, those before a restart included
     start_from: str = ""  # a Hugging Face folder or a checkpoint whose model the run begins with
     machine: str = ""  # a name from machines/ or a path to such a TOML file; its peak gives MFU
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: a GPU where PyTorch sees one (CUDA, ROCm, XPU), else the CPU
@@ -42,28 +44,28 @@ class RunConfig:
 class ModelConfig:
     """One decoder with the choices of GPT-2, Llama and GPT-NeoX; presets/ has named shapes. The defaults are `tiny`."""
 
-    preset: str = "tiny"
-    layers: int = 4
-    hidden: int = 128
-    heads: int = 4
+    preset: str = "tiny"  # the shape that the other keys of [model] change; `hpcllm presets` lists them
+    layers: int = 4  # transformer blocks
+    hidden: int = 128  # channels of the residual stream
+    heads: int = 4  # of attention, in each block
     kv_heads: int = 0  # 0: as many as heads; fewer is grouped-query attention
     head_channels: int = 0  # of one head; 0: hidden / heads
-    ffn: int = 352
+    ffn: int = 352  # inner channels of the feed-forward network
     vocabulary: int = 0  # 0: that of the token store
     max_sequence: int = 256  # rows of the learned position table; the longest sequence
-    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
-    norm_epsilon: float = 1e-5
-    positions: Literal["learned", "rotary"] = "rotary"
-    rope_theta: float = 10000.0
+    norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"  # before attention and feed-forward network
+    norm_epsilon: float = 1e-5  # added to the variance
+    positions: Literal["learned", "rotary"] = "rotary"  # how a token knows its place
+    rope_theta: float = 10000.0  # base of the rotary frequencies
     rope_fraction: float = 1.0  # share of a head's channels that turn; the rest know no position
     rope_scaling: Literal["none", "linear", "llama3"] = "none"  # longer sequences than the weights were trained with
-    rope_factor: float = 1.0  # how many times longer
+    rope_factor: float = 1.0  # how many times longer a sequence may be, with rope_scaling
     rope_low_frequency: float = 1.0  # llama3: channels of fewer turns over rope_original_sequence are stretched in full
     rope_high_frequency: float = 4.0  # llama3: of more turns, not at all
-    rope_original_sequence: int = 8192
+    rope_original_sequence: int = 8192  # llama3: tokens that the weights were trained with
     window: int = 0  # a token sees the last so many, itself included (sliding window); 0: all before it
     parallel_residual: bool = False  # attention and feed-forward network both read the block's input (GPT-NeoX)
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "swiglu"
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "swiglu"  # of the feed-forward network
     tied: bool = True  # the output layer uses the embedding's weight
     biases: Literal["none", "all", "qkv"] = "none"  # of linear layers; qkv: of query, key and value only (Qwen2)
 
@@ -91,16 +93,16 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    dp: int = 0  # 0: all ranks that pp and tp leave
-    pp: int = 1
-    tp: int = 1
+    dp: int = 0  # replicas of the model; 0: all ranks that pp and tp leave
+    pp: int = 1  # pipeline stages
+    tp: int = 1  # ranks that share each layer
     order: str = "tp,dp,pp"  # fastest-varying axis first: neighbours in rank share a node
     sequence_parallel: bool = False  # what lies between the layers that tp splits is split too, along the sequence
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "custom"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "custom"] = "1f1b"  # order of the passes
     microbatches: int = 1  # pieces that a replica's share of the global batch is cut into
     chunks: int = 0  # virtual stages a rank; 0: as many as the schedule takes by itself
     layers: tuple[int, ...] = ()  # blocks of each virtual stage, in the order of the model; []: divided by cost
@@ -112,12 +114,12 @@ class PipelineConfig:
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     learning_rate: float = 3e-4  # the peak, after warm-up
-    warmup_steps: int = 100
+    warmup_steps: int = 100  # steps in which the learning rate rises from 0 to its peak
     final_fraction: float = 0.1  # of the peak, reached at the last step by a cosine
     weight_decay: float = 0.1  # decoupled; never on norms and biases
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
+    beta1: float = 0.9  # decay of the mean of the gradients
+    beta2: float = 0.95  # decay of the mean of their squares
+    epsilon: float = 1e-8  # added to the root of the mean of squares
     clip_norm: float = 1.0  # 0: no clipping
     shard: Literal["none", "states", "states+gradients", "all"] = "none"  # what dp replicas hold a share of: ZeRO 0-3
 
@@ -135,7 +137,7 @@ class PrecisionConfig:
 class CommunicationConfig:
     """Codecs and algorithms of messages. Names of codecs: hpcllm/codecs; an empty name leaves it to the policy."""
 
-    policy: Literal["none", "mzhybrid", "zhybrid", "hpcllm"] = "none"
+    policy: Literal["none", "mzhybrid", "zhybrid", "hpcllm"] = "none"  # codecs of all kinds of traffic
     gradients: str = ""  # their sum over dp; "int4:128+ef" is int4:128 with error feedback
     parameters: str = ""  # gathered over dp by a sharded optimizer; a lossy codec travels their differences
     forward: str = ""  # activations between stages
@@ -148,7 +150,7 @@ class CommunicationConfig:
     ] = "auto"  # of the gradient sum over dp
     bucket_mib: float = 16.0  # gradients are summed in pieces of about this size
     tuning: str = ""  # a file that `python -m hpcllm.perf tune` wrote; auto decides by it
-    hash_every_steps: int = 100  # replicas compare a hash of their parameters; 0: never
+    hash_every_steps: int = 100  # replicas compare a hash of what they hold, before each save too; 0: only then
     gpu_aware: Literal["auto", "yes", "no"] = "auto"  # may MPI read device memory; auto: tried out at the start
 
 
@@ -167,9 +169,9 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    every_steps: int = 10
+    every_steps: int = 10  # steps between two lines of the log
     validation_every_steps: int = 0  # 0: only at the end
-    tensorboard: bool = True
+    trackers: tuple[str, ...] = ("tensorboard",)  # where numbers go beside log.jsonl: tensorboard, wandb, mlflow
     trace_steps: tuple[int, ...] = ()  # steps of which a trace of the pipeline is written, such as [10, 11]
 
 
@@ -206,8 +208,8 @@ class Config:
 def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
     """Read a run file, lay `key=value` overrides on top, check everything. Raises ConfigError."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except ValueError as error:
         raise ConfigError(f"cannot read the run file {str(path)!r}: {error}") from error
     return parse(text, overrides, origin=str(path))
 
@@ -239,7 +241,9 @@ def from_tables(tables: dict[str, Any]) -> Config:
     values = {}
     for name, table in {"model": {}, **tables}.items():  # a preset holds even where the table is left out
         if name not in sections:
-            raise ConfigError(f"unknown table [{name}]; {nearest(name, sections)}")
+            keys = table if isinstance(table, dict) and not closest(name, sections) else []
+            hint = next((found for key in keys or [name] if (found := _meant(f"{name}.{key}" if keys else name))), "")
+            raise ConfigError(f"unknown table [{name}]; {hint}{nearest(name, sections)}")
         if not isinstance(table, dict):
             raise ConfigError(f"{name} = {table!r} should be a table: write [{name}] and its keys below it")
         live = {key: value for key, value in table.items() if f"{name}.{key}" not in RETIRED}
@@ -255,24 +259,36 @@ def to_tables(config: Config) -> dict[str, dict[str, Any]]:
     return dataclasses.asdict(config)
 
 
+def key_names() -> list[str]:
+    """List every key with its table, in the order of the schema."""
+    return [f"{name}.{key.name}" for name, kind in _sections().items() for key in dataclasses.fields(kind)]
+
+
+def _meant(word: str) -> str:
+    """Write 'did you mean optimizer.learning_rate? ', "" where no key is near."""
+    found = key_meant(word, key_names())
+    return f"did you mean {found}? " if found else ""
+
+
 def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
 def preset(name: str) -> dict[str, Any]:
     """The [model] keys of a named shape. Raises ConfigError."""
-    if name not in preset_names():
+    if name.lower() not in preset_names():
         raise ConfigError(f"model.preset = {name!r} is unknown; {nearest(name, preset_names())}")
-    return tomllib.loads((PRESETS / f"{name}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((PRESETS / f"{name.lower()}.toml").read_text(encoding="utf-8"))
 
 
 def _section(name: str, kind: type, table: dict[str, Any]) -> Any:
     if name == "model":
-        table = {**preset(typed("model.preset", table.get("preset", "tiny"), str)), **table}
+        name_of_preset = typed("model.preset", table.get("preset", "tiny"), str).lower()
+        table = {**preset(name_of_preset), **table, "preset": name_of_preset}
     types = typing.get_type_hints(kind)
     for key in table:
         if key not in types:
-            raise ConfigError(f"unknown key {name}.{key}; {nearest(key, types)}")
+            raise ConfigError(f"unknown key {name}.{key}; {_meant(f'{name}.{key}')}valid: {', '.join(sorted(types))}")
     return kind(**{key: checked(f"{name}.{key}", value, types[key]) for key, value in table.items()})
 
 
@@ -280,7 +296,8 @@ def _override(tables: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     section, dot, name = key.strip().partition(".")
     if not (equals and dot and name):
-        raise ConfigError(f"--set {override!r} should read table.key=value, for example mesh.dp=4")
+        meant = key_meant(key.strip(), key_names()) or "mesh.dp"
+        raise ConfigError(f"--set {override!r} should read table.key=value, for example {meant}={text or 4}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):

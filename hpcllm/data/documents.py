@@ -1,7 +1,9 @@
 """One unit of work -> its documents in normal form; damaged ones are named instead of raised.
 
-    file --decompress--> chunks of bytes --+-- .jsonl: lines --json--> field --+--> Document
-                                           `-- else: the whole file -----------'`-> Problem(origin, reason)
+    file --decompress.py--> chunks of bytes --+-- .jsonl: lines --json--> field ---+--> Document
+                                              +-- .json .csv .tsv: rows.py, field -+--> Problem(origin, reason)
+         --pyarrow--> rows, field -- .parquet-+                                    |
+                                              `-- else: the whole file ------------'
 
 Normal form: NFC, '\\n' line ends, no NUL, no white space at the end.
 
@@ -13,32 +15,33 @@ documents as long as the file stays the same.
 from __future__ import annotations
 
 import codecs
-import gzip
 import json
+import os
 import re
+import stat
 import unicodedata
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-import zstandard
-
-from hpcllm.data.inputs import Unit
+from hpcllm.data.decompress import DamagedError, chunks
+from hpcllm.data.inputs import ROWS, Unit
+from hpcllm.data.rows import UnreadableError, csv_rows, json_elements, parquet_rows
 from hpcllm.system.text import printable_path
 
 LARGEST_DOCUMENT_BYTES = 256 * 2**20
-CHUNK_BYTES = 2**20
-ZSTD_CHUNK_BYTES = 1024  # zstd expands at most 32768-fold: one step yields at most 32 MiB, even of a bomb
-ZSTD_WINDOW_BYTES = 2**31  # what `zstd --long=31` writes, and public dumps do use
 
 UNREADABLE = "file that cannot be read"
 DAMAGED = "compressed file damaged or cut short"
 NOT_UTF8 = "not UTF-8"
 TOO_LARGE = f"larger than {LARGEST_DOCUMENT_BYTES // 2**20} MiB"
 NOT_JSON = "line that is not a JSON object"
+NOT_JSON_FILE = "no JSON array of objects from there on"
 NO_FIELD = "field missing or not a string"
+BROKEN_ROW = "table that breaks off"
+NO_COLUMN = "table without the field"
 EMPTY = "empty"
+_FAULTS = (NO_COLUMN, BROKEN_ROW, TOO_LARGE)
 _LINE_END = re.compile(r"\r+\n")
 
 
@@ -60,26 +63,33 @@ class Problem:
     reason: str
 
 
-class _DamagedError(Exception):
-    """The compressed stream ends early or does not decode from here on."""
-
-
 def read_documents(unit: Unit, field: str, largest_bytes: int = LARGEST_DOCUMENT_BYTES) -> Iterator[Document | Problem]:
     """Yield the documents of one unit in order. Never raises for what a file holds or for a file that is gone.
 
-    A .jsonl gives one document a line, the string under `field`; complete lines in front of a damage are kept.
-    Any other file is one document, dropped whole if damaged.
+    A .jsonl gives one document a line, the string under `field`, a .json one an element, tables one a row; what is
+    complete in front of a damage is kept. Any other file is one document, dropped whole if damaged.
     """
     try:
-        with open(unit.path, "rb") as file:
+        with os.fdopen(_open(unit.path), "rb") as file:
             if unit.is_jsonl:
                 yield from _lines_as_documents(unit, file, field, largest_bytes)
+            elif unit.kind in ROWS:
+                yield from _rows_as_documents(unit, file, field, largest_bytes)
             else:
                 yield _whole_file(unit, file, largest_bytes)
     except OSError as error:
         yield Problem(f"{printable_path(unit.path)} ({error.strerror or error})", UNREADABLE)
-    except _DamagedError as error:
+    except DamagedError as error:
         yield Problem(f"{printable_path(unit.path)} ({error})", DAMAGED)
+
+
+def _open(path: str) -> int:
+    """Open a regular file; what was one when the folders were listed may since be a pipe. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError("no longer a regular file")
 
 
 def normalise(text: str) -> str:
@@ -92,7 +102,7 @@ def normalise(text: str) -> str:
 
 def _whole_file(unit: Unit, file: BinaryIO, largest_bytes: int) -> Document | Problem:
     data = bytearray()
-    for chunk in _chunks(unit, file):
+    for chunk in chunks(file, unit.compression):
         data += chunk
         if len(data) > largest_bytes:
             return Problem(printable_path(unit.path), TOO_LARGE)
@@ -104,7 +114,7 @@ def _lines_as_documents(unit: Unit, file: BinaryIO, field: str, largest_bytes: i
     first = max(unit.start - 1, 0)  # with the byte before, a line that begins exactly at the cut is seen as complete
     file.seek(first)
     inside = unit.start == 0
-    for start, line in _lines(_chunks(unit, file), first, largest_bytes):
+    for start, line in _lines(chunks(file, unit.compression), first, largest_bytes):
         if not unit.compression and start >= unit.end:
             return
         if inside and (line is None or line.strip()):
@@ -112,11 +122,37 @@ def _lines_as_documents(unit: Unit, file: BinaryIO, field: str, largest_bytes: i
         inside = True
 
 
-def _lines(chunks: Iterable[bytes], start: int, largest_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+def _rows_as_documents(unit: Unit, file: BinaryIO, field: str, largest_bytes: int) -> Iterator[Document | Problem]:
+    """Rows of a file that is read whole; the origin of one is the path and ':row N'."""
+    path = printable_path(unit.path)
+    try:
+        for number, value in _rows(unit, file, field, largest_bytes):
+            yield _field_document(f"{path}:row {number}", value, field, largest_bytes)
+    except UnreadableError as error:
+        yield Problem(" ".join([path, *(f"({why})" for why in error.args[1:])]), error.args[0])
+    except UnicodeDecodeError:
+        yield Problem(path, NOT_UTF8)
+
+
+def _rows(unit: Unit, file: BinaryIO, field: str, largest_bytes: int) -> Iterator[tuple[int, Any]]:
+    """Yield (number, value of the field), the value of any type."""
+    if unit.kind == ".parquet":
+        yield from parquet_rows(file, field, _FAULTS)
+        return
+    parts = chunks(file, unit.compression)
+    if unit.kind == ".json":
+        for number, element in json_elements(parts, largest_bytes, NOT_JSON_FILE, TOO_LARGE):
+            yield number, element.get(field) if isinstance(element, dict) else None
+    else:
+        lines = _lines(parts, 0, largest_bytes)
+        yield from csv_rows(lines, field, "\t" if unit.kind == ".tsv" else ",", largest_bytes, _FAULTS)
+
+
+def _lines(parts_read: Iterable[bytes], start: int, largest_bytes: int) -> Iterator[tuple[int, bytes | None]]:
     """Yield (byte at which a line begins, the line without its end, or None if it is too long to hold)."""
     parts: list[bytes] = []
     held = length = 0
-    for chunk in chunks:
+    for chunk in parts_read:
         *ended, rest = chunk.split(b"\n")
         for piece in ended:
             length += len(piece)
@@ -142,10 +178,14 @@ def _json_document(origin: str, line: bytes | None, field: str) -> Document | Pr
         return Problem(origin, NOT_JSON)
     if not isinstance(row, dict):
         return Problem(origin, NOT_JSON)
-    value = row.get(field)
+    return _field_document(origin, row.get(field), field, len(line))
+
+
+def _field_document(origin: str, value: Any, field: str, largest_bytes: int) -> Document | Problem:
     if not isinstance(value, str):
         return Problem(f"{origin} (field {field!r})", NO_FIELD)
-    return _document(origin, value.encode("utf-8", "surrogatepass"))  # a lone \ud800 fails there, as it should
+    data = value.encode("utf-8", "surrogatepass")  # a lone \ud800 fails in _document, as it should
+    return _document(origin, data) if len(data) <= largest_bytes else Problem(origin, TOO_LARGE)
 
 
 def _document(origin: str, data: bytes) -> Document | Problem:
@@ -154,38 +194,3 @@ def _document(origin: str, data: bytes) -> Document | Problem:
     except UnicodeDecodeError as error:
         return Problem(f"{origin} (byte {error.start})", NOT_UTF8)
     return Document(origin, text) if text else Problem(origin, EMPTY)
-
-
-def _chunks(unit: Unit, file: BinaryIO) -> Iterator[bytes]:
-    if unit.compression == ".zst":
-        yield from _zstd_chunks(file)
-    elif unit.compression == ".gz":
-        yield from _gzip_chunks(file)
-    else:
-        while chunk := file.read(CHUNK_BYTES):
-            yield chunk
-
-
-def _gzip_chunks(file: BinaryIO) -> Iterator[bytes]:
-    with gzip.open(file) as stream:
-        try:
-            while chunk := stream.read1(CHUNK_BYTES):
-                yield chunk
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise _DamagedError(str(error)) from error
-
-
-def _zstd_chunks(file: BinaryIO) -> Iterator[bytes]:
-    """Decompress every frame of the file; the library's own stream reader takes a file cut short for its end."""
-    decompressor = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES)
-    frame = None
-    while data := file.read(ZSTD_CHUNK_BYTES):
-        while data:
-            frame = frame or decompressor.decompressobj()
-            try:
-                yield frame.decompress(data)
-            except zstandard.ZstdError as error:
-                raise _DamagedError(str(error)) from error
-            data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-    if frame is not None:
-        raise _DamagedError("ends inside a frame")

@@ -19,14 +19,17 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcllm.data.decompress import COMPRESSIONS
+from hpcllm.data.rows import pyarrow_parquet
 from hpcllm.errors import DataError
 
 RANGE_BYTES = 8 * 2**20
-COMPRESSIONS = (".gz", ".zst")
-PROSE = ("txt", "text", "md", "markdown", "rst", "tex", "html", "htm", "xml", "csv", "tsv", "jsonl")
+LINES = (".jsonl", ".ndjson")  # a document a line
+ROWS = (".json", ".csv", ".tsv", ".parquet")  # a document a row
+PROSE = ("txt", "text", "md", "markdown", "rst", "tex", "html", "htm", "xml")
 SOURCE = ("py", "pyi", "c", "h", "cc", "cpp", "cxx", "hpp", "cu", "hip", "f", "f90", "f95", "jl", "rs", "go", "java")
 SCRIPTS = ("js", "ts", "sh", "lua", "tcl", "r", "m", "toml", "yaml", "yml", "cmake")
-TEXT_SUFFIXES = frozenset(f".{name}" for name in (*PROSE, *SOURCE, *SCRIPTS))
+SUFFIXES = frozenset([*LINES, *ROWS, *(f".{name}" for name in (*PROSE, *SOURCE, *SCRIPTS))])
 STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 UNKNOWN_SUFFIX, HIDDEN = "file of unknown suffix", "hidden file or folder"
 NOT_REGULAR, UNLISTED = "linked folder or special file", "folder that cannot be listed"
@@ -46,23 +49,31 @@ class Unit:
 
     @property
     def compression(self) -> str:
-        """'.gz', '.zst' or ''."""
+        """'.gz', '.zst', '.bz2', '.xz' or ''."""
         suffix = os.path.splitext(self.path)[1].lower()
         return suffix if suffix in COMPRESSIONS else ""
 
     @property
+    def kind(self) -> str:
+        """Suffix without that of a compression."""
+        return _suffix(self.path)
+
+    @property
     def is_jsonl(self) -> bool:
-        return _suffix(self.path) == ".jsonl"
+        return self.kind in LINES
 
 
 def find_units(inputs: Sequence[Path], skipped: Counter[str], range_bytes: int = RANGE_BYTES) -> list[Unit]:
     """List all units in global order: the order of `inputs`, inside a folder that of the names' bytes at each level.
 
     Without inputs, the source of the Python standard library. `skipped` counts, by reason, the entries of folders that
-    are not read. Raises DataError if an input does not exist or nothing is left to read.
+    are not read. Raises DataError if an input does not exist or has an unknown suffix, if nothing is left to
+    read, or if a library for it is missing.
     """
     paths = [path for given in inputs for path in _files_of(given, skipped)] if inputs else list(_standard_library())
     units = [unit for path in paths for unit in _units_of(path, range_bytes)]
+    if any(unit.kind == ".parquet" for unit in units):
+        pyarrow_parquet()
     if not units:
         listed = ", ".join(f"{count} x {reason}" for reason, count in skipped.items()) or "no files at all"
         raise DataError(f"nothing to read in {', '.join(map(repr, map(str, inputs)))}: {listed}; {_known()}")
@@ -81,7 +92,7 @@ def share(units: Sequence[Unit], ranks: int) -> list[list[Unit]]:
 
 
 def _files_of(given: Path, skipped: Counter[str]) -> Iterator[str]:
-    """List the files of one input: an explicit file whatever its suffix; a folder is walked."""
+    """List the files of one input; a folder is walked. A file that is named may have no suffix, then it is text."""
     try:
         mode = os.stat(given).st_mode
     except OSError as error:
@@ -89,13 +100,15 @@ def _files_of(given: Path, skipped: Counter[str]) -> Iterator[str]:
     if stat.S_ISDIR(mode):
         yield from _walk(str(given), skipped)
     elif stat.S_ISREG(mode):
+        if (suffix := _suffix(str(given))) and suffix not in SUFFIXES:
+            raise DataError(f"the input {str(given)!r} has the unknown suffix {suffix!r}; {_known()}")
         yield str(given)
     else:
         raise DataError(f"the input {str(given)!r} is neither a file nor a folder")
 
 
 def _walk(
-    folder: str, skipped: Counter[str], suffixes: Set[str] = TEXT_SUFFIXES, left_out: Set[str] = frozenset()
+    folder: str, skipped: Counter[str], suffixes: Set[str] = SUFFIXES, left_out: Set[str] = frozenset()
 ) -> Iterator[str]:
     """Yield the files of a folder with one of the suffixes, in the order of the names' bytes at each level."""
     try:
@@ -149,4 +162,4 @@ def _suffix(path: str) -> str:
 
 
 def _known() -> str:
-    return f"suffixes read in folders: {' '.join(sorted(TEXT_SUFFIXES))}, each also with .gz or .zst"
+    return f"valid: {' '.join(sorted(SUFFIXES))}, each but .parquet also with {' '.join(COMPRESSIONS)}"

@@ -17,6 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from hpcllm.data.sampler import Sampler, read_batch
+from hpcllm.data.store_watch import StoreWatch
 
 HASH_BITS = 32
 
@@ -43,6 +44,7 @@ class Loader:
     global_batch: int
     microbatches: int
     device: torch.device
+    watch: StoreWatch | None = None  # verifies now and then what is read
     input_s: float = 0.0  # seconds spent reading so far
     _next: Batch | None = None
     _upload: Upload | None = field(init=False)
@@ -64,6 +66,8 @@ class Loader:
         start = time.perf_counter()
         first = position + self.first
         rows = read_batch(self.tokens, self.sampler, self.sequence, first, self.share)
+        if self.watch:
+            self.watch.saw(self.sampler.index(first) * self.sequence)
         batch = torch.from_numpy(rows)
         if self._upload:
             batch = self._upload(batch)

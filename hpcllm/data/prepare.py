@@ -33,10 +33,11 @@ from hpcllm.data import store_writer, tokenizer
 from hpcllm.data.dedup import Assignment, DocumentIndex, assign_splits, before_and_total, gather_array, index_documents
 from hpcllm.data.documents import Document, Problem, read_documents
 from hpcllm.data.inputs import Unit, find_units, share
-from hpcllm.data.prepare_report import PrepareReport, gather_problems, show_progress
-from hpcllm.data.store import SPLITS, is_store, store_fingerprint
-from hpcllm.errors import CollectiveError, DataError
+from hpcllm.data.prepare_report import PrepareReport, gather_problems, say_training, show_progress
+from hpcllm.data.store import LARGEST_VOCABULARY, SPLITS, Header, is_store, store_fingerprint
+from hpcllm.errors import CheckpointError, CollectiveError, DataError
 from hpcllm.mpi.collective_errors import on_all, on_root
+from hpcllm.mpi.wait import WORK, meet, together
 from hpcllm.system.text import printable_path
 
 T = TypeVar("T")
@@ -47,7 +48,7 @@ class PrepareOptions:
     """Input, output and settings of `prepare`. Raises DataError for a value out of range.
 
     inputs: files and folders; none: the source of the Python standard library. field: key of the text in a line of
-    .jsonl. vocabulary: of a tokenizer to be trained; one that is given keeps its own.
+    .jsonl, column of a table. vocabulary: of a tokenizer to be trained; one that is given keeps its own.
     """
 
     inputs: tuple[Path, ...] = ()
@@ -59,7 +60,7 @@ class PrepareOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        smallest, largest = tokenizer.SMALLEST_VOCABULARY, tokenizer.LARGEST_VOCABULARY
+        smallest, largest = tokenizer.SMALLEST_VOCABULARY, LARGEST_VOCABULARY
         if not 0 <= self.validation_fraction < 1:
             raise DataError(f"validation_fraction = {self.validation_fraction}; valid: 0 <= fraction < 1")
         if not smallest <= self.vocabulary <= largest:
@@ -92,9 +93,11 @@ def prepare(options: PrepareOptions, comm: MPI.Intracomm) -> PrepareReport:
         index = on_all(comm, lambda: index_documents(read("reading", 0), options.seed, options.validation_fraction))
         assignment = assign_splits(index, options.validation_fraction, comm)
         _check_any_left(index, assignment, comm)
-        tokenizer_json = given
+        tokenizer_json, cuts = given, 0
         if tokenizer_json is None:
             sample = index.sample.gather(assignment.stays, comm)
+            say_training(sample, options.vocabulary)
+            cuts = tokenizer.long_words(sample)
             tokenizer_json = _on_first(comm, lambda: tokenizer.train(sample, options.vocabulary))
         encoder = on_all(comm, lambda: tokenizer.Encoder(tokenizer_json))
         texts = (item for item in read("tokenizing", sum(index.sizes)) if isinstance(item, Document))
@@ -102,23 +105,24 @@ def prepare(options: PrepareOptions, comm: MPI.Intracomm) -> PrepareReport:
         tokenized = on_all(
             comm, named(lambda: store_writer.tokenize(texts, index, assignment, encoder, folder, comm.rank))
         )
-        contents = _write_store(options, tokenized, assignment, encoder, folder / "store.h5", comm)
+        header = _write_store(options, tokenized, assignment, encoder, folder / "store.h5", comm)
     dropped = gather_problems([index.problems, tokenized.duplicates], comm)
     report = PrepareReport(
         path=options.output,
         ranks=comm.size,
         seconds=MPI.Wtime() - start_s,
-        vocabulary=contents.vocabulary,
+        vocabulary=header.vocabulary,
         tokenizer_trained=given is None,
-        documents=contents.documents,
-        tokens=contents.tokens,
-        bytes=contents.bytes,
+        long_words_cut=cuts,
+        documents=header.documents,
+        tokens=header.tokens,
+        bytes=header.bytes,
         skipped=skipped,
         dropped=dropped,
-        zstd19_bits_per_byte=contents.zstd19_bits_per_byte,
-        fingerprint=contents.fingerprint,
+        zstd19_bits_per_byte=header.zstd19_bits_per_byte,
+        fingerprint=header.fingerprint,
     )
-    return cast(PrepareReport, comm.bcast(report))
+    return cast(PrepareReport, together(comm, "to end", lambda: comm.bcast(report)))
 
 
 def _check(options: PrepareOptions) -> str | None:
@@ -145,7 +149,8 @@ def _my_units(options: PrepareOptions, comm: MPI.Intracomm) -> tuple[list[Unit],
         shares.extend(share(find_units(options.inputs, skipped), comm.size))
 
     on_root(comm, find)
-    return comm.scatter(shares or None), dict(skipped)
+    mine = together(comm, "to get their share of the files", lambda: comm.scatter(shares or None))
+    return mine, dict(skipped)
 
 
 def _make_folder(output: Path) -> Path:
@@ -160,9 +165,9 @@ def _disk_errors(output: Path) -> Iterator[None]:
     """Name the folder where the disk rejects a write. To be used as a decorator of what runs on one rank."""
     try:
         yield
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         where = printable_path(str(output.absolute().parent))
-        raise CollectiveError(f"cannot write in {where}: {error.strerror or error}") from error
+        raise CollectiveError(f"cannot write in {where}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _check_any_left(index: DocumentIndex, assignment: Assignment, comm: MPI.Intracomm) -> None:
@@ -185,20 +190,20 @@ def _write_store(
     encoder: tokenizer.Encoder,
     path: Path,
     comm: MPI.Intracomm,
-) -> store_writer.Contents:
+) -> Header:
     """Write the file `path` by all ranks and rename it to the output. Collective over comm."""
     before, total = before_and_total([tokenized.spills[split].tokens for split in SPLITS], comm)
-    contents = store_writer.Contents(
-        tokenizer_json=encoder.tokenizer_json,
-        token_bytes=encoder.token_bytes,
+    header = Header(
+        vocabulary=encoder.vocabulary,
         end_of_text=encoder.end_of_text,
-        seed=options.seed,
-        validation_fraction=options.validation_fraction,
-        zstd19_bits_per_byte=_zstd19_bits_per_byte(tokenized.validation_text, comm),
         fingerprint=store_fingerprint(encoder.tokenizer_json, comm.allreduce(tokenized.fingerprint)),
         documents={split: assignment.total[split].documents for split in SPLITS},
         tokens=dict(zip(SPLITS, total, strict=True)),
         bytes={split: assignment.total[split].bytes for split in SPLITS},
+        zstd19_bits_per_byte=_zstd19_bits_per_byte(tokenized.validation_text, comm),
+    )
+    contents = store_writer.Contents(
+        header, encoder.tokenizer_json, encoder.token_bytes, options.seed, options.validation_fraction
     )
     named = _disk_errors(options.output)
     offsets = _on_first(comm, named(lambda: store_writer.create(path, contents)))
@@ -209,24 +214,29 @@ def _write_store(
             tokenized.spills[split].write(path, split, offsets, tokens_before, documents_before)
 
     on_all(comm, named(write_slabs))
-    _on_first(comm, named(lambda: store_writer.finish(path, options.output)))
-    return contents
+    specs = contents.index().datasets
+    mine = on_all(comm, named(lambda: store_writer.block_checksums(path, specs, offsets, comm.rank, comm.size)))
+    checksums = gather_array(mine, comm)
+    _on_first(comm, named(lambda: store_writer.finish(path, options.output, contents, offsets, checksums)))
+    return header
 
 
 def _zstd19_bits_per_byte(validation_text: bytearray, comm: MPI.Intracomm) -> float:
     """Compress the beginning of the validation text on one rank, in one stream: a yardstick to check by hand."""
     text = gather_array(np.frombuffer(validation_text, np.uint8), comm)
     figure = 8 * len(zstandard.compress(text.tobytes(), 19)) / len(text) if len(text) else math.nan
-    return float(comm.bcast(figure))
+    return together(comm, "to compress a sample of the text", lambda: float(comm.bcast(figure)), WORK)
 
 
 def _on_first(comm: MPI.Intracomm, function: Callable[[], T]) -> T:
     """Run `function` on rank 0 and broadcast its result; any error, a library's too, ends all ranks. Collective."""
-    return cast(T, comm.bcast(on_all(comm, lambda: function() if comm.rank == 0 else None)))
+    mine = on_all(comm, lambda: function() if comm.rank == 0 else None)
+    return cast(T, together(comm, "to hear from rank 0", lambda: comm.bcast(mine)))
 
 
 def _share_threads(comm: MPI.Intracomm) -> None:
     """Share the cores of a node among its ranks' tokenizers, unless the user or the affinity has. Collective."""
+    meet(comm, "to share cores")
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     cores = os.cpu_count() or 1
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores

@@ -16,10 +16,13 @@ from tqdm import tqdm
 
 from hpcllm.data.documents import Document, Problem
 from hpcllm.data.store import Split
+from hpcllm.data.tokenizer import LONGEST_WORD
 from hpcllm.system.text import printable_path
 
 EXAMPLES = 3
 LINE_EVERY_S = 10.0  # without a terminal
+LARGE_SAMPLE_CHARACTERS = 2**23  # to train on more takes longer than a few seconds
+LONG_WORDS = f"cuts in words of more than {LONGEST_WORD} characters, to train the tokenizer; all text is kept"
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class PrepareReport:
     seconds: float
     vocabulary: int
     tokenizer_trained: bool
+    long_words_cut: int  # cuts in words of more than LONGEST_WORD characters, before a tokenizer was trained
     documents: Mapping[Split, int]
     tokens: Mapping[Split, int]
     bytes: Mapping[Split, int]
@@ -94,6 +98,7 @@ class PrepareReport:
         facts = [
             f"tokenizer   {self.vocabulary:,} tokens, {origin}; {_number(self.bytes_per_token)} bytes a token",
             f"zstd -19    {_number(self.zstd19_bits_per_byte)} bits per byte of the validation text",
+            *([f"note        {self.long_words_cut:,} {LONG_WORDS}"] if self.long_words_cut else []),
             *(f"skipped     {count:,} x {reason}" for reason, count in self.skipped.items()),
             *(_drop_line(reason, dropped) for reason, dropped in self.dropped.items()),
             *(f"warning     {warning}" for warning in self.warnings),
@@ -130,6 +135,13 @@ def show_progress(
                 last_line_s = time.monotonic()
                 total = f" of {total_bytes / 1e6:,.0f}" if total_bytes else ""
                 print(f"{label}: rank 0 at {done_bytes / 1e6:,.0f}{total} MB", file=sys.stderr, flush=True)
+
+
+def say_training(sample: Sequence[str], vocabulary: int) -> None:
+    """Announce on stderr what may take long without a sign. sample: empty but on rank 0."""
+    if (characters := sum(map(len, sample))) > LARGE_SAMPLE_CHARACTERS:
+        words = f"training a tokenizer of {vocabulary:,} tokens on {characters / 1e6:,.0f} million characters"
+        print(words, file=sys.stderr, flush=True)
 
 
 def _number(value: float) -> str:

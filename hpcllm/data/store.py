@@ -1,77 +1,100 @@
 """The token store: one HDF5 file that `prepare` writes and training memory-maps.
 
-    /                     format, version, complete, vocabulary, end_of_text, seed, validation_fraction, fingerprint,
+    header                index and checksums of all that follows, as every file of ours has: checkpoint/header.py
+    /                     format, version, vocabulary, end_of_text, seed, validation_fraction, fingerprint,
                           {train,validation}_{documents,tokens,bytes}, zstd19_bits_per_byte            (attributes)
     /train/tokens         (tokens,) uint16, uint32 beyond 65536 ids: document, end of text, document, end of text, ...
     /train/documents      (documents + 1,) int64: document i is tokens[documents[i] : documents[i + 1]], end included
-    /validation/...       the same
+    /validation/...       the same; of a split without text there are no tokens
     /tokenizer            (bytes,) uint8: the tokenizer.json
     /token_bytes          (vocabulary,) uint32: bytes of text that a token stands for, 0 for the end of text
+    /checksums            (blocks,) uint64: XXH3 of each block of 4 MiB
 
-Everything is contiguous, so a dataset is a byte range of the file: h5py finds it once, then the hot path is a plain
-memory map. A file is checked before it is trusted.
+A file may come from anyone, so HDF5 never parses it: places and types are read from the index and checked, every size
+is held against a limit before memory is taken, and blocks are verified at three times:
+
+    open      tokenizer and token_bytes whole; of documents and tokens PROBED_BLOCKS blocks, evenly spread
+    training  now and then a block that a batch came from: store_watch.py
+    verify    every block, every document and the fingerprint: `hpcllm checkpoint verify`, store_verify.py
+
+The hot path is a plain memory map.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from hpcllm.checkpoint.directory import Stored
+from hpcllm.checkpoint.layout import TOKENIZER, Attribute, DatasetSpec, checksum
+from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.config.schema import Config
 from hpcllm.data.sampler import sample_count
-from hpcllm.errors import ConfigError, DataError
-from hpcllm.mpi.collective_errors import on_root
+from hpcllm.errors import CheckpointError, ConfigError, DataError
+from hpcllm.mpi.collective_errors import on_all, on_root
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+log = logging.getLogger(__name__)
 FORMAT = "hpcllm token store"
-VERSION = 1
+VERSION = 2
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
-PROBED_TOKENS = 2**24  # ids checked at open: all of a small store, evenly spread blocks of a large one
-PROBE_BLOCK = 2**14
+TOKEN_BYTES = "token_bytes"
+LARGEST_VOCABULARY = 2**24
+LARGEST_TOKENIZER_BYTES = 64 * 2**20  # the largest known ones have 35 MB
+MOST_EPOCHS = 4
+PROBED_BLOCKS = 8  # of a dataset, verified at open: all of a small store
 
 
 @dataclass(frozen=True)
-class Region:
-    """Place of a dataset in the file; `offset` is in bytes."""
+class Header:
+    """Checked attributes of a store. Bytes are of normalised UTF-8, without ends of text."""
 
-    offset: int
-    count: int
-    dtype: str
+    vocabulary: int
+    end_of_text: int
+    fingerprint: str
+    documents: dict[Split, int]
+    tokens: dict[Split, int]
+    bytes: dict[Split, int]
+    zstd19_bits_per_byte: float
 
-    @property
-    def end(self) -> int:
-        return self.offset + self.count * np.dtype(self.dtype).itemsize
+    def specs(self) -> dict[str, DatasetSpec]:
+        """Return name -> shape and type of every dataset that a store of this header has."""
+        kind = str(token_dtype(self.vocabulary))
+        found = {split: DatasetSpec((self.tokens[split],), kind) for split in SPLITS if self.tokens[split]}
+        return {
+            TOKEN_BYTES: DatasetSpec((self.vocabulary,), "uint32"),
+            **{f"{split}/tokens": spec for split, spec in found.items()},
+            **{f"{split}/documents": DatasetSpec((self.documents[split] + 1,), "int64") for split in SPLITS},
+        }
 
 
 @dataclass(frozen=True)
 class TokenStore:
-    """A checked store. Bytes are of normalised UTF-8, without ends of text.
+    """An open store, its file mapped once: another file that takes its name changes nothing.
 
     zstd19_bits_per_byte: what `zstd -19` needs for the (first 16 MiB of the) validation text, NaN if there is none.
     fingerprint: hexadecimal, the same for equal tokenizer and tokens, whatever wrote them.
     """
 
     path: Path
-    vocabulary: int
-    end_of_text: int
+    header: Header
     token_bytes: NDArray[np.uint32]
     tokenizer_json: str
-    fingerprint: str
-    train_bytes: int
-    validation_bytes: int
-    zstd19_bits_per_byte: float
-    regions: dict[str, Region]
+    _datasets: Mapping[str, Stored]
+    _file: NDArray[np.uint8]  # all of it, memory-mapped
 
     @classmethod
     def open(cls, path: str | Path, comm: MPI.Intracomm | None = None) -> TokenStore:
@@ -79,26 +102,66 @@ class TokenStore:
 
         Raises DataError, naming the file and what to do, if it is missing, foreign, unfinished or damaged.
         """
-        return on_root(comm, lambda: _read(Path(path))) if comm else _read(Path(path))
+        path = Path(path)
+        on_root(comm, lambda: _check_there(path))
+        with _as_data_error(path), Checkpoint.open(path, comm) as file:
+            header, token_bytes, tokenizer_json = on_root(comm, lambda: _read(file))
+            return cls(path, header, token_bytes, tokenizer_json, file.datasets, on_all(comm, file.map))
+
+    @property
+    def vocabulary(self) -> int:
+        return self.header.vocabulary
+
+    @property
+    def end_of_text(self) -> int:
+        return self.header.end_of_text
+
+    @property
+    def fingerprint(self) -> str:
+        return self.header.fingerprint
+
+    @property
+    def zstd19_bits_per_byte(self) -> float:
+        return self.header.zstd19_bits_per_byte
+
+    @property
+    def train_bytes(self) -> int:
+        return self.header.bytes["train"]
+
+    @property
+    def validation_bytes(self) -> int:
+        return self.header.bytes["validation"]
 
     def tokens(self, split: Split) -> NDArray[np.integer]:
         """(tokens,) uint16 or uint32, memory-mapped, read-only. Raises DataError if the split is empty."""
-        if not self.regions[f"{split}/tokens"].count:
+        if not self.header.tokens[split]:
             raise DataError(
                 f"{str(self.path)!r} has no {split} text: prepare more documents, or with another validation fraction"
             )
-        return self._map(f"{split}/tokens")
+        return self._view(f"{split}/tokens", token_dtype(self.vocabulary))
 
     def documents(self, split: Split) -> NDArray[np.integer]:
         """(documents + 1,) int64, memory-mapped: where each document begins, and the end of the last."""
-        return self._map(f"{split}/documents")
+        return self._view(f"{split}/documents", np.dtype("<i8"))
 
-    def _map(self, dataset: str) -> NDArray[np.integer]:
-        region = self.regions[dataset]
-        try:
-            return np.memmap(self.path, region.dtype, "r", region.offset, (region.count,))
-        except (OSError, ValueError) as error:
-            raise DataError(f"{str(self.path)!r}: /{dataset} cannot be mapped: {error}") from error
+    def verify_block_at(self, split: Split, token: int) -> None:
+        """Compare the block that holds a token of a split with its checksum. For any thread.
+
+        Raises CheckpointError, a fault of the run, if it has changed since it was written.
+        """
+        stored = self._datasets[f"{split}/tokens"]
+        index = token * stored.spec.item_bytes // stored.spec.chunk_bytes
+        offset, size = stored.extent(index)
+        if (now := checksum(self._file[offset : offset + size].data)) != int(stored.checksums[index]):
+            raise CheckpointError(
+                f"{str(self.path)!r}: bytes {offset:,} to {offset + size:,}, of /{stored.name}, have changed since "
+                f"they were written: XXH3 {now:016x}, written as {int(stored.checksums[index]):016x}; "
+                "`hpcllm checkpoint verify` finds all damage"
+            )
+
+    def _view(self, dataset: str, dtype: np.dtype[Any]) -> NDArray[np.integer]:
+        stored = self._datasets[dataset]
+        return self._file[stored.offset : stored.offset + stored.spec.bytes].view(dtype)
 
 
 def open_store(config: Config, comm: MPI.Intracomm | None) -> tuple[Config, TokenStore]:
@@ -110,6 +173,7 @@ def open_store(config: Config, comm: MPI.Intracomm | None) -> tuple[Config, Toke
         raise ConfigError("data.store is missing: the path of a token store, written by `python -m hpcllm prepare`")
     store = TokenStore.open(config.data.store, comm)
     tokens = len(store.tokens("train"))
+    log.debug("opened %s: %d training tokens, vocabulary %d", config.data.store, tokens, store.vocabulary)
     if sample_count(tokens, config.data.sequence_length) < 1:
         raise DataError(
             f"{config.data.store!r} has {tokens} training tokens, too few for one sample of "
@@ -122,6 +186,77 @@ def open_store(config: Config, comm: MPI.Intracomm | None) -> tuple[Config, Toke
             f"valid: {store.vocabulary} or more, or 0 to take the store's"
         )
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocabulary=vocabulary)), store
+
+
+def read_header(path: str | Path) -> Header:
+    """Read and check the index and the attributes alone. Not collective. Raises DataError."""
+    path = Path(path)
+    _check_there(path)
+    with _as_data_error(path), Checkpoint.open(path) as file:
+        return header_of(file)
+
+
+def header_of(file: Checkpoint) -> Header:
+    """Check attributes, shapes and types of an open file. Raises CheckpointError if it is no store of ours."""
+    attributes = file.attributes
+    if attributes.get("format") != FORMAT:
+        raise CheckpointError("it is no token store")
+    if attributes.get("version") != VERSION:
+        raise CheckpointError(f"its format version is {attributes.get('version')!r}, this program reads {VERSION}")
+    vocabulary = _count(attributes, "vocabulary", LARGEST_VOCABULARY)
+    numbers = {
+        what: {split: _count(attributes, f"{split}_{what}") for split in SPLITS}
+        for what in ("documents", "tokens", "bytes")
+    }
+    zstd19 = attributes.get("zstd19_bits_per_byte", math.nan)
+    header = Header(
+        vocabulary=vocabulary,
+        end_of_text=_count(attributes, "end_of_text", vocabulary - 1),
+        fingerprint=str(attributes.get("fingerprint", ""))[:64],
+        **numbers,
+        zstd19_bits_per_byte=zstd19 if isinstance(zstd19, float) else math.nan,
+    )
+    has, wanted = file.specs, header.specs()
+    tokenizer = has.pop(TOKENIZER, DatasetSpec((), ""))
+    if tokenizer.dtype != "uint8" or len(tokenizer.shape) != 1 or tokenizer.bytes > LARGEST_TOKENIZER_BYTES:
+        raise CheckpointError(
+            f"/{TOKENIZER} has shape {tokenizer.shape} and type {tokenizer.dtype!r}; valid: up to "
+            f"{LARGEST_TOKENIZER_BYTES:,} of uint8"
+        )
+    for name in sorted(has.keys() | wanted.keys()):
+        if has.get(name) != wanted.get(name):
+            raise CheckpointError(f"/{name[:80]} is {has.get(name)}; its attributes tell of {wanted.get(name)}")
+    if file.is_packed:
+        raise CheckpointError("it is packed; unpack it with `hpcllm checkpoint decompress`")
+    return header
+
+
+def check_documents(bounds: NDArray[np.integer], tokens: int, split: Split) -> None:
+    """Raise CheckpointError unless a run of `documents` rises, inside 0 to `tokens`."""
+    if bounds[0] < 0 or bounds[-1] > tokens or not np.all(bounds[1:] > bounds[:-1]):
+        raise CheckpointError(f"/{split}/documents does not rise from 0 to the {tokens:,} tokens")
+
+
+def check_ids(ids: NDArray[np.integer], vocabulary: int, split: Split) -> None:
+    """Raise CheckpointError if one of the token ids is outside the vocabulary."""
+    if (largest := int(ids.max())) >= vocabulary:
+        raise CheckpointError(f"/{split}/tokens holds id {largest}, the vocabulary is {vocabulary}")
+
+
+def epochs(config: Config, store: TokenStore) -> float:
+    """Return how many times a run reads the training tokens."""
+    wanted = config.run.steps * config.data.global_batch * config.data.sequence_length
+    return wanted / store.header.tokens["train"]
+
+
+def epochs_note(epochs: float) -> str:
+    """Warn of more epochs than help; empty for fewer. Source: Muennighoff et al. 2023, arXiv:2305.16264, section 6."""
+    if epochs <= MOST_EPOCHS:
+        return ""
+    return (
+        f"run.steps read the training tokens {epochs:,.1f} times; beyond {MOST_EPOCHS} times they teach ever less: "
+        "prepare more text, or lower run.steps"
+    )
 
 
 def token_dtype(vocabulary: int) -> np.dtype[Any]:
@@ -140,100 +275,71 @@ def store_fingerprint(tokenizer_json: str, sum_of_documents: int) -> str:
 
 
 def is_store(path: Path) -> bool:
-    """Return true if the file was written by hpcllm, finished or not; never raises."""
+    """Return true if the file is a finished token store of ours, sound at its front; never raises."""
     try:
-        with h5py.File(path, "r") as file:
-            return bool(file.attrs.get("format") == FORMAT)
-    except OSError:
+        with Checkpoint.open(path) as file:
+            return bool(file.attributes.get("format") == FORMAT)
+    except CheckpointError:
         return False
 
 
-def _read(path: Path) -> TokenStore:
-    if not path.is_file():
-        raise DataError(f"there is no token store {str(path)!r}; write one with `python -m hpcllm prepare`")
+def _check_there(path: Path) -> None:
     try:
-        with h5py.File(path, "r") as file:
-            _check_ours(path, file)
-            store = _parse(path, file)
-    except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise _unusable(path, f"it cannot be read as a token store ({error})") from error
-    _check_contents(store)
-    return store
+        path.stat()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"there is no token store {str(path)!r} ({why}); write one with `python -m hpcllm prepare`"
+        ) from error
 
 
-def _check_ours(path: Path, file: h5py.File) -> None:
-    if file.attrs.get("format") != FORMAT:
-        raise _unusable(path, "it is an HDF5 file, but not a token store")
-    if file.attrs["version"] != VERSION:
-        raise _unusable(path, f"its format version is {file.attrs['version']}, this program reads {VERSION}")
-    if not file.attrs.get("complete"):
-        raise _unusable(path, "its writer did not finish")
+@contextmanager
+def _as_data_error(path: Path) -> Iterator[None]:
+    """Raise a CheckpointError of the block as a DataError, on every rank: the store is an input."""
+    try:
+        yield
+    except CheckpointError as error:
+        why = str(error).removeprefix(f"{path}: ")
+        unusable = DataError(f"{str(path)!r} cannot be used: {why}; write it anew with `python -m hpcllm prepare`")
+        unusable.everywhere = error.everywhere
+        raise unusable from error
 
 
-def _parse(path: Path, file: h5py.File) -> TokenStore:
-    attributes = file.attrs
-    return TokenStore(
-        path=path,
-        vocabulary=int(attributes["vocabulary"]),
-        end_of_text=int(attributes["end_of_text"]),
-        token_bytes=np.asarray(file["token_bytes"][...], np.uint32),
-        tokenizer_json=bytes(file["tokenizer"][...]).decode("utf-8"),
-        fingerprint=str(attributes["fingerprint"]),
-        train_bytes=int(attributes["train_bytes"]),
-        validation_bytes=int(attributes["validation_bytes"]),
-        zstd19_bits_per_byte=float(attributes["zstd19_bits_per_byte"]),
-        regions={
-            name: _region(path, file[name], kinds)
-            for split in SPLITS
-            for name, kinds in ((f"{split}/tokens", ("<u2", "<u4")), (f"{split}/documents", ("<i8",)))
-        },
-    )
-
-
-def _region(path: Path, dataset: h5py.Dataset, kinds: tuple[str, ...]) -> Region:
-    if dataset.ndim != 1 or dataset.dtype.str not in kinds:
-        raise _unusable(path, f"{dataset.name} has shape {dataset.shape} and type {dataset.dtype.str}, not {kinds}")
-    offset = dataset.id.get_offset()
-    if offset is None and dataset.size:
-        raise _unusable(path, f"{dataset.name} is not contiguous in the file")
-    region = Region(offset or 0, dataset.size, dataset.dtype.str)
-    if region.end > os.path.getsize(path):
-        raise _unusable(path, f"{dataset.name} ends at byte {region.end}, the file at {os.path.getsize(path)}")
-    return region
-
-
-def _check_contents(store: TokenStore) -> None:
-    if store.token_bytes.shape != (store.vocabulary,) or not 0 <= store.end_of_text < store.vocabulary:
-        raise _unusable(
-            store.path,
-            f"vocabulary {store.vocabulary}, end of text {store.end_of_text} and "
-            f"{store.token_bytes.shape} token lengths do not fit together",
-        )
+def _read(file: Checkpoint) -> tuple[Header, NDArray[np.uint32], str]:
+    """Check the contents as far as open does. Raises CheckpointError."""
+    header = header_of(file)
     for split in SPLITS:
-        _check_documents(store, split)
-        largest = _largest_probed_id(store, split)
-        if largest >= store.vocabulary:
-            raise _unusable(store.path, f"/{split}/tokens holds id {largest}, the vocabulary is {store.vocabulary}")
+        _probe(file, header, split)
+    try:
+        text = file.read_whole(TOKENIZER).tobytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"/{TOKENIZER} is not text: {error}") from error
+    return header, file.read_whole(TOKEN_BYTES).astype(np.uint32), text
 
 
-def _check_documents(store: TokenStore, split: Split) -> None:
-    count = store.regions[f"{split}/tokens"].count
-    if not store.regions[f"{split}/documents"].count:
-        raise _unusable(store.path, f"/{split}/documents is empty")
-    bounds = store.documents(split)
-    if bounds[0] != 0 or bounds[-1] != count or not np.all(bounds[1:] > bounds[:-1]):
-        raise _unusable(store.path, f"/{split}/documents does not rise from 0 to the {count} tokens")
+def _probe(file: Checkpoint, header: Header, split: Split) -> None:
+    """Verify evenly spread blocks of a split, the first and the last among them."""
+    tokens, documents = header.tokens[split], f"{split}/documents"
+    if header.documents[split] > tokens:
+        raise CheckpointError(f"it tells of {header.documents[split]:,} documents of {tokens:,} {split} tokens")
+    blocks = _spread(file.datasets[documents])
+    bounds = [file.read_block(documents, index) for index in blocks]
+    if bounds[0][0] != 0 or bounds[-1][-1] != tokens:
+        raise CheckpointError(f"/{documents} runs from {bounds[0][0]} to {bounds[-1][-1]}, not from 0 to {tokens}")
+    for part in bounds:
+        check_documents(part, tokens, split)
+    if tokens:
+        for index in _spread(file.datasets[f"{split}/tokens"]):
+            check_ids(file.read_block(f"{split}/tokens", index), header.vocabulary, split)
 
 
-def _largest_probed_id(store: TokenStore, split: Split) -> int:
-    if not store.regions[f"{split}/tokens"].count:
-        return -1
-    tokens = store.tokens(split)
-    if len(tokens) <= PROBED_TOKENS:
-        return int(tokens.max())
-    starts = np.linspace(0, len(tokens) - PROBE_BLOCK, PROBED_TOKENS // PROBE_BLOCK).astype(np.int64)
-    return max(int(tokens[start : start + PROBE_BLOCK].max()) for start in starts)
+def _spread(stored: Stored) -> list[int]:
+    last = stored.spec.blocks - 1
+    return sorted({last * step // (PROBED_BLOCKS - 1) for step in range(PROBED_BLOCKS)})
 
 
-def _unusable(path: Path, why: str) -> DataError:
-    return DataError(f"{str(path)!r} cannot be used: {why}; write it anew with `python -m hpcllm prepare`")
+def _count(attributes: Mapping[str, Attribute], key: str, largest: int = 2**62) -> int:
+    value = attributes.get(key)
+    if type(value) is not int or not 0 <= value <= largest:
+        raise CheckpointError(f"its attribute {key} is {str(value)[:40]!r}; valid: 0 to {largest}")
+    return value

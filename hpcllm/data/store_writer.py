@@ -7,7 +7,8 @@ Tokens are spilled to disk until it is known where in the store they begin. Then
 
     rank 0   creates every dataset contiguous, allocated, not filled; asks for its offset; closes; offsets --> all
     rank r   | ... | slab of rank r | ... |      pwrite at offset + first item x item size, fsync
-    rank 0   sets complete, fsyncs, renames the file into its place, fsyncs the folder
+    rank r   XXH3 of its share of all blocks, read back --> rank 0
+    rank 0   checksums, attributes, header, fsync; renames the file into its place, fsyncs the folder
 
 The bytes depend on the contents alone: no times, no names of machines or folders, so any number of ranks writes the
 same file. Fingerprint and validation text (measured with `zstd -19`) are made from each document and its global place.
@@ -15,25 +16,38 @@ same file. Fingerprint and validation text (measured with `zstd -19`) are made f
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from hpcllm.checkpoint import file_layout
+from hpcllm.checkpoint.header import Index, header_bytes
+from hpcllm.checkpoint.layout import TOKENIZER, Attribute, DatasetSpec, block_bytes, checksum, my_blocks
 from hpcllm.data.dedup import DIGEST_BYTES, Assignment, DocumentIndex, digest
 from hpcllm.data.documents import Document
 from hpcllm.data.prepare_report import Problems
-from hpcllm.data.store import FORMAT, SPLITS, VERSION, Split, document_fingerprint, token_dtype
+from hpcllm.data.store import (
+    FORMAT,
+    SPLITS,
+    TOKEN_BYTES,
+    VERSION,
+    Header,
+    Split,
+    document_fingerprint,
+    token_dtype,
+)
 from hpcllm.data.tokenizer import Encoder
 from hpcllm.errors import DataError
-from hpcllm.system.raw_files import allocate, sync, write_at
+from hpcllm.system.raw_files import read_at, write_at
 
 BATCH_CHARACTERS = 2 * 2**20  # tokenized in one call of the library
 COPY_BYTES = 16 * 2**20
@@ -66,7 +80,7 @@ class TokenSpill:
         return sum(self._lengths)
 
     def write(
-        self, path: Path, split: Split, offsets: dict[str, int], tokens_before: int, documents_before: int
+        self, path: Path, split: Split, offsets: Mapping[str, int], tokens_before: int, documents_before: int
     ) -> None:
         """Copy into the store that rank 0 created. Not collective; on the disk when it returns.
 
@@ -75,7 +89,7 @@ class TokenSpill:
         ends, first = tokens_before + np.cumsum(np.array(self._lengths, np.int64)), documents_before + 1
         if documents_before == 0:  # the first to write adds the leading 0; ranks before it have no documents
             ends, first = np.concatenate([[0], ends]), 0
-        offset = offsets[f"{split}/tokens"] + tokens_before * self.dtype.itemsize
+        offset = offsets.get(f"{split}/tokens", 0) + tokens_before * self.dtype.itemsize  # none where no rank has any
         with open(path, "r+b", buffering=0) as store, open(self.path, "rb") as tokens:
             while data := tokens.read(COPY_BYTES):
                 write_at(store.fileno(), data, offset)
@@ -96,22 +110,31 @@ class Tokenized:
 
 @dataclass(frozen=True)
 class Contents:
-    """Header of a store; documents, tokens and bytes are totals over all ranks, by split."""
+    """All of a store but tokens and documents."""
 
+    header: Header
     tokenizer_json: str
     token_bytes: NDArray[np.uint32]
-    end_of_text: int
     seed: int
     validation_fraction: float
-    zstd19_bits_per_byte: float
-    fingerprint: str
-    documents: dict[Split, int]
-    tokens: dict[Split, int]
-    bytes: dict[Split, int]
 
-    @property
-    def vocabulary(self) -> int:
-        return len(self.token_bytes)
+    def index(self) -> Index:
+        """Return what the front of the file will say, places aside."""
+        header, tokenizer = self.header, DatasetSpec((len(self.tokenizer_json.encode("utf-8")),), "uint8")
+        counts = {"documents": header.documents, "tokens": header.tokens, "bytes": header.bytes}
+        attributes: dict[str, Attribute] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "vocabulary": header.vocabulary,
+            "end_of_text": header.end_of_text,
+            "seed": self.seed,
+            "validation_fraction": self.validation_fraction,
+            "fingerprint": header.fingerprint,
+            **{f"{split}_{name}": by_split[split] for split in SPLITS for name, by_split in counts.items()},
+        }
+        if not math.isnan(header.zstd19_bits_per_byte):
+            attributes["zstd19_bits_per_byte"] = header.zstd19_bits_per_byte
+        return Index({**header.specs(), TOKENIZER: tokenizer}, attributes)
 
 
 def tokenize(
@@ -139,43 +162,40 @@ def tokenize(
 
 
 def create(path: Path, contents: Contents) -> dict[str, int]:
-    """Make the file, incomplete, with everything but tokens and documents. Returns byte offsets by dataset name."""
-    with h5py.File(path, "x") as file:
-        file.attrs.update(_attributes(contents))
-        file.create_dataset("token_bytes", data=contents.token_bytes.astype("<u4"), track_times=False)
-        tokenizer = np.frombuffer(contents.tokenizer_json.encode("utf-8"), np.uint8)
-        file.create_dataset("tokenizer", data=tokenizer, track_times=False)
-        offsets = {}
-        for split in SPLITS:
-            tokens, documents = f"{split}/tokens", f"{split}/documents"
-            offsets[tokens] = allocate(file, tokens, (contents.tokens[split],), token_dtype(contents.vocabulary))
-            offsets[documents] = allocate(file, documents, (contents.documents[split] + 1,), np.dtype("<i8"))
-        return offsets
+    """Make the file, unfinished, with everything but tokens and documents. Returns byte offsets by dataset name."""
+    index = contents.index()
+    offsets = file_layout.allocate_datasets(path, index.datasets, header_bytes(index))
+    with open(path, "r+b", buffering=0) as file:
+        write_at(file.fileno(), contents.token_bytes.astype("<u4").tobytes(), offsets[TOKEN_BYTES])
+        write_at(file.fileno(), contents.tokenizer_json.encode("utf-8"), offsets[TOKENIZER])
+        os.fsync(file.fileno())
+    return offsets
 
 
-def finish(path: Path, output: Path) -> None:
-    """Declare the file complete and give it its name, over an older store if there is one."""
-    with h5py.File(path, "r+") as file:
-        file.attrs["complete"] = True
-    sync(path)
-    os.replace(path, output)
-    sync(output.parent)
+def block_checksums(
+    path: Path, specs: Mapping[str, DatasetSpec], offsets: Mapping[str, int], rank: int = 0, ranks: int = 1
+) -> NDArray[np.uint64]:
+    """Read a rank's share of a file's blocks, all of them written, and return their checksums. Not collective.
+
+    Shares are contiguous: joined in rank order they are those of all blocks, in the order of the file.
+    """
+    found = []
+    with open(path, "rb", buffering=0) as file:
+        for name, index in my_blocks(specs, rank, ranks):
+            block = specs[name].block(name, index)
+            data = bytearray(block_bytes(specs, (name, index)))
+            read_at(file.fileno(), memoryview(data), offsets[name] + specs[name].block_offset(block))
+            found.append(checksum(data))
+    return np.array(found, np.uint64)
 
 
-def _attributes(contents: Contents) -> dict[str, Any]:
-    counts = {"documents": contents.documents, "tokens": contents.tokens, "bytes": contents.bytes}
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "complete": False,
-        "vocabulary": contents.vocabulary,
-        "end_of_text": contents.end_of_text,
-        "seed": contents.seed,
-        "validation_fraction": contents.validation_fraction,
-        "zstd19_bits_per_byte": contents.zstd19_bits_per_byte,
-        "fingerprint": contents.fingerprint,
-        **{f"{split}_{name}": by_split[split] for split in SPLITS for name, by_split in counts.items()},
-    }
+def finish(
+    path: Path, output: Path, contents: Contents, offsets: Mapping[str, int], checksums: NDArray[np.uint64]
+) -> None:
+    """Write the front of a file that is otherwise whole and give it its name, over an older store if there is one."""
+    index = contents.index()
+    size = header_bytes(index)
+    file_layout.finish(path, output, dataclasses.replace(index, offsets=offsets), size, checksums)
 
 
 def _staying(

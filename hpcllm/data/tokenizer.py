@@ -10,26 +10,29 @@ lengths of a document's tokens must add up to the document: checked for every do
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from hpcllm.checkpoint.directory import is_ours, open_regular
+from hpcllm.checkpoint.layout import END_OF_TEXT, END_OF_TEXT_NAMES, TOKENIZER
+from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.data.documents import normalise
-from hpcllm.errors import DataError
+from hpcllm.data.store import LARGEST_TOKENIZER_BYTES, LARGEST_VOCABULARY
+from hpcllm.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
-END_OF_TEXT = "<|end_of_text|>"
-END_OF_TEXT_NAMES = (END_OF_TEXT, "<|endoftext|>", "</s>")  # ours and Llama 3, GPT-2, RoBERTa
 SMALLEST_VOCABULARY = 257  # every byte and the end of text
-LARGEST_VOCABULARY = 2**24
+LONGEST_WORD = 256  # characters; longer than any word of a language, shorter than data that stands in a text
+_WORD = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 PIECE_CHARACTERS = 2**20  # a longer document is encoded in pieces: its tokens' bookkeeping takes 100 bytes a token
 _PROBE = normalise(
@@ -42,7 +45,8 @@ _PROBE = normalise(
 def train(texts: Iterable[str], vocabulary: int) -> str:
     """Train byte-level BPE of at most `vocabulary` tokens, fewer when the texts offer no more merges: tokenizer JSON.
 
-    The result depends on the set of texts only: not on their order, nor on the number of threads.
+    The result depends on the set of texts only: not on their order, nor on the number of threads. Words longer than
+    LONGEST_WORD are cut first, for a merge takes time that is quadratic in the longest word.
     """
     tokenizers = library()
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -55,9 +59,36 @@ def train(texts: Iterable[str], vocabulary: int) -> str:
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator((piece for text in texts for piece in cut_long_words(text)), trainer)
     tokenizer_json: str = tokenizer.to_str()
     return tokenizer_json
+
+
+def cut_long_words(text: str) -> list[str]:
+    """Cut a text inside its words of more than LONGEST_WORD characters; most texts come back in one piece.
+
+    A word here is what no pre-tokenizer cuts: a run of letters, of digits, of white space or of other characters. One
+    that is too long covers two multiples of half of LONGEST_WORD, so only those places are looked at:
+
+        .......|...xxxx|xxxxxxx|xxxxxxx|xxxx...|      at the first: how far does the run go on, and how far back?
+    """
+    pieces, done, place, half = [], 0, 0, LONGEST_WORD // 2
+    while place < len(text):
+        run = _WORD.match(text, place)
+        end = run.end() if run else place + 1
+        if end - place >= half:
+            back = _WORD.match(text[place] + text[max(0, place - half) : place][::-1])
+            start = place + 1 - (back.end() if back else 1)
+            for seam in range(start + LONGEST_WORD, end, LONGEST_WORD):
+                pieces.append(text[done:seam])
+                done = seam
+        place = -(-max(end, place + 1) // half) * half
+    return [*pieces, text[done:]]
+
+
+def long_words(texts: Iterable[str]) -> int:
+    """Count the cuts that `train` makes in texts."""
+    return sum(len(cut_long_words(text)) - 1 for text in texts)
 
 
 def load(path: Path) -> str:
@@ -65,16 +96,7 @@ def load(path: Path) -> str:
 
     A tokenizer without an end-of-text token that we know gets ours, at the end of its vocabulary.
     """
-    tokenizers = library()
-    try:
-        if h5py.is_hdf5(path):
-            with h5py.File(path, "r") as file:
-                text = bytes(file["tokenizer"][...]).decode("utf-8")
-        else:
-            text = path.read_text(encoding="utf-8")
-        tokenizer = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises plain Exception for what it cannot parse
-        raise DataError(f"the tokenizer {str(path)!r} cannot be read: {error}; give a tokenizer.json") from error
+    tokenizer = _parsed(_read(path), f"the tokenizer {str(path)!r}")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if _end_of_text(tokenizer) is None:
@@ -130,14 +152,39 @@ class Encoder:
         return self._spelled(token)
 
 
-def _parsed(tokenizer_json: str) -> Tokenizer:
+def _read(path: Path) -> str:
+    """Read the text of a tokenizer from a regular file of bounded size. Raises DataError."""
     try:
-        tokenizer: Tokenizer = library().Tokenizer.from_str(tokenizer_json)
-        return tokenizer
-    except DataError:
+        if is_ours(path):
+            with Checkpoint.open(path) as file:
+                stored = file.datasets.get(TOKENIZER)
+                if stored is None or stored.spec.bytes > LARGEST_TOKENIZER_BYTES:
+                    raise CheckpointError(f"it has no /{TOKENIZER} of up to {LARGEST_TOKENIZER_BYTES:,} bytes")
+                return file.read_whole(TOKENIZER).tobytes().decode("utf-8")
+        with os.fdopen(open_regular(path), "rb") as plain:
+            data = plain.read(LARGEST_TOKENIZER_BYTES + 1)
+        if len(data) > LARGEST_TOKENIZER_BYTES:
+            raise CheckpointError(f"it is larger than {LARGEST_TOKENIZER_BYTES:,} bytes")
+        return data.decode("utf-8")
+    except (CheckpointError, UnicodeDecodeError) as error:
+        raise DataError(f"the tokenizer {str(path)!r} cannot be read: {error}; give a tokenizer.json") from error
+
+
+def _parsed(tokenizer_json: str, name: str = "the tokenizer") -> Tokenizer:
+    """Parse a tokenizer that may come from anyone. Raises DataError."""
+    tokenizers = library()
+    try:
+        tokenizer: Tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except Exception as error:  # the library raises plain Exception for what it cannot parse
-        raise DataError(f"the tokenizer cannot be read: {error}") from error
+    except BaseException as error:  # the library raises plain Exception for what it cannot parse, or panics
+        words = str(error)[:200]
+        raise DataError(f"{name} cannot be read: {words}; give a tokenizer.json") from error
+    largest = max(vocabulary.values(), default=0)
+    if largest >= LARGEST_VOCABULARY:  # token_bytes has an entry for each id up to it
+        raise DataError(f"{name} has a token of id {largest}; valid: below {LARGEST_VOCABULARY}")
+    return tokenizer
 
 
 def _by_character(token: str) -> bytes:
@@ -207,5 +254,5 @@ def library() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise DataError("text needs the `tokenizers` library: pip install 'hpcllm[text]'") from error
+        raise DataError("text needs the `tokenizers` library: pip install tokenizers") from error
     return tokenizers

@@ -19,9 +19,7 @@ from hpcllm.collectives import allgather, broadcast, group_of
 from hpcllm.collectives.wire import Wire
 from hpcllm.model.sampling import CachedDecoder, TokenSampler
 from hpcllm.mpi.mesh import Mesh
-from hpcllm.mpi.wait import Waits
-
-LIMIT_S = 600.0  # for a message; a stage of a large model may be reading its first tokens
+from hpcllm.mpi.wait import job_waits
 
 
 class DistributedGeneration:
@@ -29,7 +27,7 @@ class DistributedGeneration:
 
     def __init__(self, mesh: Mesh, reader: CachedDecoder, sampler: TokenSampler) -> None:
         self.mesh, self.reader, self.sampler = mesh, reader, sampler
-        self.waits = Waits(LIMIT_S)
+        self.waits = job_waits.waits()
         self.wire = Wire(self.waits)
         for comm in (mesh.world, mesh.tp):
             group_of(comm).wire.waits = self.waits

@@ -82,7 +82,7 @@ def allocate(
         decoder = Decoder(model, span, tp)
     memory = {}
     for name, p in decoder.named_parameters():
-        memory[name] = torch.empty_like(p, dtype=dtype, device=device)
+        memory[name] = torch.empty(p.shape, dtype=dtype, device=device)  # empty_like(meta) loads sympy
         if bare:  # one by one: a device may not have room for all of them
             memory[name].untyped_storage().resize_(0)
     decoder.load_state_dict(memory, assign=True)

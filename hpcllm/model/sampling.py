@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpcllm.errors import ConfigError, DataError
+from hpcllm.errors import ConfigError, DataError, NonFiniteError
 from hpcllm.model.attention import KeyValueCache
 from hpcllm.model.transformer import Decoder
 
@@ -42,8 +42,14 @@ class TokenSampler:
         """Draw from (at least vocabulary,) logits of any type. Same logits and generator state, same token.
 
         Drawn on the CPU: the token is wanted there anyway, and so the generator is the same for every device.
+        Raises NonFiniteError for logits that are no numbers.
         """
         logits = logits[: self.vocabulary].cpu()
+        if not bool(logits.isfinite().all()):
+            raise NonFiniteError(
+                "the logits of the next token are not finite: the weights hold NaN or infinite values, or overflow in "
+                "this --precision; `checkpoint inspect` shows which tensors"
+            )
         if self.temperature == 0:
             return int(logits.argmax())
         # float64, and relative to the largest: no temperature above 0 is so small that it gives inf - inf or 0 / 0

@@ -106,8 +106,13 @@ class Block(nn.Module):
         return half_BTD + ffn_BTD
 
 
+def embedding(rows: int, hidden: int) -> nn.Embedding:
+    """Make a table without values. To draw PyTorch's, on the meta device, would load its compiler: seconds a rank."""
+    return nn.Embedding(rows, hidden, _weight=torch.empty(rows, hidden))
+
+
 class Decoder(nn.Module):
-    """Blocks, embedding and head of one span. The values are PyTorch's own; `initialisation.build` gives ours.
+    """Blocks, embedding and head of one span. Values are set by `initialisation.build`.
 
     With tied weights the head multiplies by `embedding.weight`: the parameter itself where the span has both ends,
     the span's own copy where it has the head alone (whose gradient must then be summed with that of stage 0).
@@ -128,16 +133,16 @@ class Decoder(nn.Module):
         vocabulary = end - self.first_token
         self.register_buffer("table", rotary_table(model) if model.positions == "rotary" else None, persistent=False)
         if span.has_embedding:
-            self.embedding = nn.Embedding(vocabulary, model.hidden)
+            self.embedding = embedding(vocabulary, model.hidden)
             if model.positions == "learned":
-                self.positions = nn.Embedding(model.max_sequence, model.hidden)
+                self.positions = embedding(model.max_sequence, model.hidden)
         self.blocks = nn.ModuleDict({str(i): Block(model, i, tp) for i in range(span.first_block, span.last_block)})
         if span.has_head:
             self.final_norm = norm(model)
             if not model.tied:
                 self.head = Linear(model.hidden, vocabulary, bias=False)
             elif not span.has_embedding:
-                self.embedding = nn.Embedding(vocabulary, model.hidden)
+                self.embedding = embedding(vocabulary, model.hidden)
 
     @property
     def device(self) -> torch.device:

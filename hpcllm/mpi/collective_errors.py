@@ -22,10 +22,7 @@ from hpcllm.mpi.rank_names import name_ranks
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpcllm.mpi.wait import Waits
-
 T = TypeVar("T")
-REPORT_LIMIT_S = 3600.0  # rank 0 may prepare a tokenizer, others may write a large file
 
 
 def on_root(comm: MPI.Intracomm | None, function: Callable[[], T]) -> T:
@@ -42,7 +39,10 @@ def on_root(comm: MPI.Intracomm | None, function: Callable[[], T]) -> T:
             result = function()
         except (errors.HpcllmError, OSError) as error:
             report = _report(error)
-    _polite().all([comm.Ibarrier()], lambda: f"{comm.size} ranks to come to the same point")
+    from hpcllm.mpi.wait import WORK, meet  # starts MPI
+
+    # rank 0 has done its work, the others wait while it may still be at it
+    meet(comm, "to come to the same point, rank 0 with an answer", 1.0 if comm.rank == 0 else WORK)
     answer: T
     answer, report = comm.bcast((result, report), root=0)
     if report:
@@ -72,11 +72,14 @@ def raise_if_any_failed(comm: MPI.Intracomm | None, error: Exception | None) -> 
         if error:
             raise error
         return
+    from hpcllm.mpi.wait import WORK, job_waits, together  # starts MPI
+
     failures = np.array([error is not None], dtype=np.int32)
-    _polite().allreduce(comm, failures, lambda: f"{comm.size} ranks to say how it went")
+    job_waits.waits(WORK).allreduce(comm, failures, lambda: "all ranks to say how it went")
     if not failures[0]:
         return
-    reports = comm.allgather(_report(error) if error else None)
+    report = _report(error) if error else None
+    reports = together(comm, "to tell what failed", lambda: comm.allgather(report))
     failed = [(rank, *report) for rank, report in enumerate(reports) if report]
     by_message: dict[str, list[int]] = {}
     for rank, _, text in failed:
@@ -85,13 +88,6 @@ def raise_if_any_failed(comm: MPI.Intracomm | None, error: Exception | None) -> 
     kinds = {kind for _, kind, _ in failed}
     message = f"{len(failed)} of {comm.size} ranks failed: {lines}{'; ...' if len(by_message) > 3 else ''}"
     raise _rebuild(kinds.pop() if len(kinds) == 1 else "CollectiveError", message) from error
-
-
-def _polite() -> Waits:
-    """Waits that do not take the core of a rank that is awaited."""
-    from hpcllm.mpi.wait import Waits  # starts MPI
-
-    return Waits(REPORT_LIMIT_S)
 
 
 def _report(error: Exception) -> tuple[str, str]:

@@ -10,6 +10,7 @@ Each communicator carries one kind of traffic, so messages of two threads cannot
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from mpi4py import MPI
 
 from hpcllm.config.schema import MeshConfig
 from hpcllm.mpi.mesh_axes import AXES, coordinates, mesh_sizes
+from hpcllm.mpi.wait import meet
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,15 @@ def open_mesh(comm: MPI.Intracomm, config: MeshConfig) -> Iterator[Mesh]:
     """Split `comm` into a Mesh and free it at the end. Collective over comm. Raises MeshError."""
     sizes = mesh_sizes(comm.size, config)
     here = coordinates(comm.rank, sizes, config.order)
+    meet(comm, "to make the mesh")
     world = comm.Dup()
     axes = {axis: _along(world, axis, here, sizes) for axis in AXES}
     is_end = here["pp"] in (0, sizes["pp"] - 1)
     ends = _split(axes["pp"], 0 if is_end else 1 + here["pp"], here["pp"])
     node = MPI.Intracomm(world.Split_type(MPI.COMM_TYPE_SHARED))
     mesh = Mesh(world, **axes, node=node, ends=ends)
+    at = ", ".join(f"{axis} {here[axis]} of {sizes[axis]}" for axis in AXES)
+    log.debug("rank %d of %d is %s, and %d of %d on its node", world.rank, world.size, at, node.rank, node.size)
     yield mesh
     # not in a `finally`: Free is collective, and a rank that fails must not wait for the others here
     for part in (mesh.ends, mesh.node, *axes.values(), world):

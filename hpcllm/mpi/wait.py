@@ -15,9 +15,10 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from mpi4py import MPI
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from hpcllm.errors import StallError
 from hpcllm.mpi.rank_names import name_ranks
 
+T = TypeVar("T")
 POLLS_BEFORE_SLEEP = 50  # about 50 us of giving way: an answer that is nearly here is not slept past
 SHORTEST_SLEEP_S = 20e-6
 LONGEST_SLEEP_S = 500e-6
@@ -81,7 +83,7 @@ class Waits:
         if self.limit_s is None:
             comm.Allreduce(MPI.IN_PLACE, values, op)
             return
-        self.all([comm.Iallreduce(MPI.IN_PLACE, values, op)], lambda: f"{what()}, {_members(comm)}")
+        self.all([comm.Iallreduce(MPI.IN_PLACE, values, op)], lambda: f"{what()}, {name_members(comm)}")
 
     def _poll(self, done: Callable[[], bool], what: Callable[[], str], start: float) -> None:
         polls, sleep_s, report_s = 0, 0.0, REPORT_EVERY_S
@@ -99,14 +101,59 @@ class Waits:
             polls += 1
 
     def _report(self, what: Callable[[], str], waited_s: float) -> None:
-        is_over = self.limit_s is not None and waited_s > self.limit_s
+        limit_s = None if self.limit_s is None else self.limit_s * job_waits.patience
+        is_over = limit_s is not None and waited_s > limit_s
         if self.observer:
             self.observer.report_wait(what, waited_s, is_over)
         if is_over:
             raise StallError(
-                f"rank {MPI.COMM_WORLD.rank}: waited {self.limit_s:g} s for {what()}; "
+                f"rank {MPI.COMM_WORLD.rank}: waited {limit_s:g} s for {what()}; "
                 "look for an earlier message of that rank, or raise limits.stall_s"
             )
+
+
+@dataclass
+class JobWaits:
+    """Limit of this job's waits on control paths, and who hears of them; set by system/job.py and open_watchdog.
+
+    limit_s: for ranks that have nothing long to do before they come. patience: times every limit, of these and all
+    other waits, while ranks compile kernels.
+    """
+
+    limit_s: float = 600.0
+    patience: float = 1.0
+    observer: WaitObserver | None = None
+
+    def waits(self, factor: float = 1.0) -> Waits:
+        """Return waits with that many times the limit."""
+        return Waits(factor * self.limit_s, observer=self.observer)
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Multiply every limit by WORK, until patience is set to 1 or the block ends."""
+        self.patience = WORK
+        try:
+            yield
+        finally:
+            self.patience = 1.0
+
+
+job_waits = JobWaits()
+WORK = 6.0  # times the limit: for ranks that read, write or compute before they come
+
+
+def together(comm: MPI.Intracomm, what: str, call: Callable[[], T], factor: float = 1.0) -> T:
+    """Make a blocking collective call once all ranks of comm have come to it. Collective. Raises StallError.
+
+    Until then the wait has a name and a limit, of factor x the job's.
+    """
+    meet(comm, what, factor)
+    return call()
+
+
+def meet(comm: MPI.Intracomm, what: str, factor: float = 1.0) -> None:
+    """Wait until all ranks of comm are here. what: 'to share X'. Collective. Raises StallError."""
+    job_waits.waits(factor).all([comm.Ibarrier()], lambda: f"{name_members(comm)} {what}")
 
 
 def name_rank(comm: MPI.Intracomm, rank: int) -> str:
@@ -114,6 +161,6 @@ def name_rank(comm: MPI.Intracomm, rank: int) -> str:
     return name_ranks(comm.group.Translate_ranks([rank], MPI.COMM_WORLD.group))
 
 
-def _members(comm: MPI.Intracomm) -> str:
+def name_members(comm: MPI.Intracomm) -> str:
     """Return 'ranks 0-3', the world ranks of comm."""
     return name_ranks(comm.group.Translate_ranks(None, MPI.COMM_WORLD.group))

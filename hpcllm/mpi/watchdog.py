@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from hpcllm.errors import StallError
 from hpcllm.mpi.rank_names import name_ranks, named_ranks, without_ranks
+from hpcllm.mpi.wait import job_waits
 
 REPORTERS = 2  # ranks 0 and 1
 GRACE_S = 2.0  # for the ranks to answer
@@ -59,13 +60,25 @@ class Watchdog:
     """Part of one rank in the watch over all waits. comm: a communicator of its own."""
 
     comm: MPI.Intracomm
-    describe: Callable[[int], str]  # rank -> its place in the mesh and its process
+    place: Callable[[int], str]  # rank -> its place in the mesh; "" while there is none
+    processes: NDArray[np.bytes_]  # (ranks,) on the reporters
     heard: list[Waiting] = field(default_factory=list)  # on the reporters
     _asked: bool = False
     _stalled: bool = False  # some wait that this rank knows of has passed its limit
     _told: set[int] = field(default_factory=set)  # threads that have said what they wait for
     _sends: list[MPI.Request] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def describe(self, rank: int) -> str:
+        """Return the place of a rank and its process; on a reporter only."""
+        return ", ".join(filter(None, [self.place(rank), self.processes[rank].decode(errors="replace")]))
+
+    @contextmanager
+    def describing(self, place: Callable[[int], str]) -> Iterator[None]:
+        """Describe ranks by their place for a while."""
+        before, self.place = self.place, place
+        yield
+        self.place = before  # not in a `finally`: a report that comes now is of these ranks
 
     def report_wait(self, what: Callable[[], str], waited_s: float, is_over: bool) -> None:
         """Tell the reporters what is awaited if that took too long or rank 0 asks; see wait.WaitObserver."""
@@ -127,18 +140,24 @@ class Watchdog:
 def open_watchdog(world: MPI.Intracomm, describe: Callable[[int], str]) -> Iterator[Watchdog]:
     """Open a Watchdog: while open, a wait that passes its limit ends the job with a report. Collective over world.
 
-    describe: rank -> its place in the mesh. Raises StallError with the report on rank 0; on others later, if at all.
+    describe: rank -> its place in the mesh. Inside of another one, that one stays, and gets the description. Raises
+    StallError with the report on rank 0; on others later, if at all.
     """
+    if isinstance(job_waits.observer, Watchdog) and job_waits.observer.comm.size == world.size:
+        with job_waits.observer.describing(describe):
+            yield job_waits.observer
+        return
     processes = _processes(world)
-    watchdog = Watchdog(
-        MPI.Intracomm(world.Dup()), lambda rank: f"{describe(rank)}, {processes[rank].decode(errors='replace')}"
-    )
+    watchdog = Watchdog(MPI.Intracomm(world.Dup()), describe, processes)
+    job_waits.observer = watchdog
     try:
         yield watchdog
     except StallError as error:
         if verdict := watchdog.verdict():
             raise StallError(verdict) from error
         raise
+    finally:
+        job_waits.observer = None
     watchdog.comm.Free()  # not in a `finally`: Free is collective
 
 

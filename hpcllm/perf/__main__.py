@@ -1,4 +1,4 @@
-"""python -m hpcllm.perf: the commands, in one table. Nothing heavy is imported before a command is known to be run.
+"""`python -m hpcllm.perf` and `hpcllm perf`: the commands, in one table. What is heavy is imported by what needs it.
 
 Exit codes: 0 done (also when a signal ended a measurement early), 1 failed or --check found an error, 2 user error.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
-from hpcllm.errors import ConfigError, HpcllmError
+from hpcllm.errors import ConfigError
 from hpcllm.perf.arguments import (
     add_codec_arguments,
     add_collective_arguments,
@@ -22,9 +23,11 @@ from hpcllm.perf.arguments import (
     options_of,
 )
 from hpcllm.perf.picture import draw
-from hpcllm.perf.records import check_writable, markdown, read_json
+from hpcllm.perf.records import markdown, read_json
 from hpcllm.system.affinity import set_affinity_of_job
-from hpcllm.system.job import StopSignals, run_job, run_with_or_without_mpi
+from hpcllm.system.command_line import Parser, run_command
+from hpcllm.system.job import StopSignals, run_job
+from hpcllm.system.output import check_writable, is_json_alone, write_json
 
 COMMANDS = {  # name: (module that runs it, function that adds its options, help)
     "allreduce": ("collective", add_collective_arguments, "time the sum of every rank's array on every rank"),
@@ -40,57 +43,37 @@ COMMANDS = {  # name: (module that runs it, function that adds its options, help
     "codec": ("codec", add_codec_arguments, "time encode and decode in one process"),
     "step": ("step", add_step_arguments, "time training steps"),
     "tune": ("tune", add_tune_arguments, "measure this allocation for `auto`"),
-    "plot": ("", add_plot_arguments, "draw saved records, or print them as Markdown"),
+    "plot": ("", add_plot_arguments, "draw saved records, or print them as Markdown or JSON"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run one command, return its exit code."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    try:
-        code = _parse_and_run(words)
-        sys.stdout.flush()
-        return code
-    except HpcllmError as error:
-        print(f"hpcllm: error: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # `plot --markdown | head`
-        sys.stderr.close()
-        return 0
+    return run_command(_parser, sys.argv[1:] if argv is None else argv)
 
 
-def _parse_and_run(words: list[str]) -> int:
-    try:
-        arguments = _parser().parse_args(words)
-    except ConfigError as error:
-        rejected = error
-
-        def fail(_: object) -> int:
-            raise rejected
-
-        return run_with_or_without_mpi(fail)  # all ranks made the same mistake: it is said once
-    if arguments.command == "plot":
-        return _plot(arguments)
-    return (_step_or_tune if arguments.command in ("step", "tune") else _measure)(arguments)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m hpcllm.perf",
-        description="Measure the collectives, codecs and links of this allocation.",
-        epilog="In a batch job: srun python -m hpcllm.perf allreduce --json allreduce.json --plot allreduce.png",
-    )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
-    for name, (_, add_options, summary) in COMMANDS.items():
-        add_options(commands.add_parser(name, help=summary, description=f"{summary.capitalize()}."))
+def _parser(_: Sequence[str]) -> Parser:
+    parser = Parser(prog="python -m hpcllm.perf")
+    add_arguments(parser)
     return parser
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Mount the commands."""
+    parser.description = "Measure the collectives, codecs and links of this allocation."
+    parser.epilog = "In a batch job: srun python -m hpcllm.perf allreduce --json allreduce.json --plot allreduce.png"
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="perf_command")
+    for name, (_, add_options, summary) in COMMANDS.items():
+        own = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
+        add_options(own)
+        own.set_defaults(command=RUN.get(name, _measure))
 
 
 def _measure(arguments: argparse.Namespace) -> int:
     def job(world) -> int:  # type: ignore[no-untyped-def]
         options = options_of(arguments)
         set_affinity_of_job(world)
-        code: int = _module(arguments).run(arguments.command, options, world, lambda: bool(signals.received))
+        code: int = _module(arguments).run(arguments.perf_command, options, world, lambda: bool(signals.received))
         if signals.received and world.rank == 0:
             print(f"hpcllm: stopped by {signals.received}; what is above was measured", file=sys.stderr)
         return code
@@ -113,21 +96,27 @@ def _step_or_tune(arguments: argparse.Namespace) -> int:
 
 def _module(arguments: argparse.Namespace) -> Any:
     """Module of a command, which loads torch: imported when the command is known to be run."""
-    return import_module(f"hpcllm.perf.{COMMANDS[arguments.command][0]}")
+    return import_module(f"hpcllm.perf.{COMMANDS[arguments.perf_command][0]}")
 
 
 def _plot(arguments: argparse.Namespace) -> int:
     """Draw or print saved records, without MPI: on a login node, too."""
-    if not arguments.output and not arguments.markdown:
-        raise ConfigError("plot: nothing to do; valid: -o PICTURE.png, --markdown, or both")
-    check_writable(arguments.output)
+    if not (arguments.plot or arguments.markdown or arguments.json):
+        raise ConfigError("plot: nothing to do; valid: --plot PICTURE.png, --markdown, --json, or several of them")
+    if arguments.markdown and is_json_alone(arguments):
+        raise ConfigError("plot: --markdown and --json both print; valid: --json FILE.json beside --markdown")
+    check_writable(arguments.plot)
     records = [record for path in arguments.files for record in read_json(path)]
+    if arguments.json:
+        write_json(arguments, [asdict(record) for record in records])
     if arguments.markdown:
         print(markdown(records), end="")
-    if arguments.output:
-        draw(records, arguments.output)
+    if arguments.plot:
+        draw(records, arguments.plot)
     return 0
 
+
+RUN = {"step": _step_or_tune, "tune": _step_or_tune, "plot": _plot}  # the others: _measure
 
 if __name__ == "__main__":
     sys.exit(main())

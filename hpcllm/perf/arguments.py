@@ -16,9 +16,12 @@ from pathlib import Path
 
 from hpcllm.codecs.names import examples, parse_name
 from hpcllm.collectives.cost import COSTS
+from hpcllm.config.names import nearest
 from hpcllm.config.policies import POLICIES
 from hpcllm.errors import ConfigError
 from hpcllm.plotting import picture_path
+from hpcllm.system.command_line import one_of
+from hpcllm.system.output import STANDARD_OUTPUT, add_output, json_file
 
 UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -48,6 +51,7 @@ class Options:
     tuning: Path | None = None
     bandwidth_gb_s: float | None = None  # None: measured
     json: Path | None = None  # Path("-"): standard output
+    wide: bool = False  # all columns of the table
     plot: Path | None = None
 
     def __post_init__(self) -> None:
@@ -105,7 +109,7 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policies", type=of, default="none,hpcllm", metavar="LIST", help=what)
     _add_count(parser, "steps", "timed steps of each policy (default: 10)", default=10, least=1)
     _add_count(parser, "warmup", "steps before them (default: 2)", default=2)
-    _add_json(parser)
+    add_output(parser, "the records as JSON")
 
 
 def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,15 +126,17 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
     of = names("operations", COSTS)
     parser.add_argument("--operations", type=of, default=",".join(COSTS), metavar="LIST", help="default: all five")
     parser.add_argument("--rates-only", action="store_true", help="write the file and time no collectives")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON, and nothing else")
+    add_output(parser, "the table as JSON")
 
 
 def add_plot_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of plot."""
     what = "what --json wrote, of one or several runs"
     parser.add_argument("files", nargs="+", type=Path, metavar="RECORDS.json", help=what)
-    parser.add_argument("-o", "--output", type=picture_path, metavar="FILE", help="the picture: .png or .svg")
+    parser.add_argument("--plot", type=picture_path, metavar="FILE", help="the picture: .png or .svg")
     parser.add_argument("--markdown", action="store_true", help="print the records as Markdown tables")
+    what = "the records of all files as JSON: on standard output alone, or in FILE.json"
+    parser.add_argument("--json", nargs="?", const=STANDARD_OUTPUT, type=json_file, metavar="FILE", help=what)
 
 
 def _add_common(parser: argparse.ArgumentParser, sizes: str, codecs: str) -> None:
@@ -141,7 +147,7 @@ def _add_common(parser: argparse.ArgumentParser, sizes: str, codecs: str) -> Non
     _add_choice(parser, "dtype", tuple(VALUE_BYTES), "float32 (default), bfloat16 or float16", metavar="NAME")
     _add_count(parser, "iterations", "timed ones of each case (default: by size)", default=0)
     _add_count(parser, "warmup", "iterations before the timed ones (default: 2)", default=2)
-    _add_json(parser)
+    add_output(parser, "the records as JSON")
     what = "draw them: .png or .svg (needs the extra `plot`)"
     parser.add_argument("--plot", metavar="FILE", type=picture_path, help=what)
     what = "where the arrays live; gpu: one device a rank, of CUDA, ROCm or XPU (default: cpu)"
@@ -153,13 +159,8 @@ def _add_choice(
 ) -> None:
     """Add an option with one of the valid names; the first is the default."""
 
-    def choice(text: str) -> str:  # argparse's own `choices` would say a mistake once a rank
-        if text not in valid:
-            raise ConfigError(f"--{key} {text!r} is unknown; valid: {', '.join(valid)}")
-        return text
-
     of = metavar or "|".join(valid)
-    parser.add_argument(f"--{key}", metavar=of, type=choice, default=valid[0], help=help_text)
+    parser.add_argument(f"--{key}", metavar=of, type=one_of(f"--{key}", valid), default=valid[0], help=help_text)
 
 
 def _add_count(parser: argparse.ArgumentParser, key: str, help_text: str, default: int, least: int = 0) -> None:
@@ -171,11 +172,6 @@ def _add_count(parser: argparse.ArgumentParser, key: str, help_text: str, defaul
     parser.add_argument(f"--{key}", metavar="N", type=count, default=default, help=help_text)
 
 
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    words = "write the records as JSON; - for standard output, and only that"
-    parser.add_argument("--json", metavar="FILE", type=Path, help=words)
-
-
 def names(key: str, valid: Collection[str] = ()) -> Callable[[str], tuple[str, ...]]:
     """A type= function: 'a,b' -> ('a', 'b'), each once, in their order. valid: all names there are, if known."""
 
@@ -184,9 +180,9 @@ def names(key: str, valid: Collection[str] = ()) -> Callable[[str], tuple[str, .
         if "" in found:
             raise ConfigError(f"--{key} {text!r} has an empty name; valid: names with commas between")
         for name in found:
-            if valid and name not in valid:
-                raise ConfigError(f"--{key} {name!r} is unknown; valid: {', '.join(valid)}")
-        return found
+            if valid and name.lower() not in valid:
+                raise ConfigError(f"--{key} {name!r} is unknown; {nearest(name, valid)}")
+        return tuple(name.lower() for name in found) if valid else found
 
     return parse
 

@@ -32,12 +32,12 @@ from hpcllm.errors import ConfigError
 from hpcllm.mpi.collective_errors import on_root
 from hpcllm.perf.arrays import collective_call
 from hpcllm.perf.kernels import CPU, DEVICE, Bench, Extent, measured_kernels
-from hpcllm.perf.records import check_writable, write_whole
 from hpcllm.perf.session import library_name
 from hpcllm.plan.time.kernel_times import PRECISIONS
 from hpcllm.system import device as devices
 from hpcllm.system.device import torch_dtype
 from hpcllm.system.hardware.node import find_memory
+from hpcllm.system.output import STANDARD_OUTPUT, write_whole
 
 SUM_VALUES = (1 << 8, 1 << 14, 1 << 18, 1 << 22)  # of arrays in shared memory: a norm's up to a bucket's
 SETS = 4  # of the largest: more than caches hold
@@ -45,9 +45,8 @@ SETS = 4  # of the largest: more than caches hold
 
 def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
     """Measure and write. Collective over comm. Raises ConfigError."""
-    if arguments.json is None:
+    if arguments.json in (None, STANDARD_OUTPUT):
         raise ConfigError("--calibrate needs --json FILE: where what was measured goes, for `plan --calibrate FILE`")
-    on_root(comm, lambda: check_writable(arguments.json))
     group = group_of(comm)
     device = devices.choose_device("auto", devices.local_rank(group.node.rank))
     precisions = _precisions(arguments.precisions, device)

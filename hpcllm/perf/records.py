@@ -29,16 +29,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hpcllm.errors import ConfigError, DataError
+from hpcllm.errors import DataError
+from hpcllm.system.output import write_whole
 from hpcllm.system.text import aligned, counted, percent
 
-STANDARD_OUTPUT = Path("-")
 POSITIVE = ("bytes", "median_s", "min_s", "max_s", "algbw_gb_s", "ratio", "ranks", "nodes")
 
 
@@ -86,27 +85,6 @@ def to_json(records: Sequence[Record]) -> str:
 def write_json(path: Path, records: Sequence[Record]) -> None:
     """Write a file of records. Raises OSError."""
     write_whole(path, to_json(records))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write beside the path, then rename: whoever reads sees a whole file. Raises OSError."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def check_writable(*paths: Path | None) -> None:
-    """Raise ConfigError for a file that could not be written, before the work that it is to hold."""
-    for path in paths:
-        if path is None or path == STANDARD_OUTPUT:
-            continue
-        if path.is_dir():
-            raise ConfigError(f"cannot write {str(path)!r}: it is a folder")
-        if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            raise ConfigError(f"cannot write {str(path)!r}: folder {str(path.parent)!r} is not there or not writable")
 
 
 def read_json(path: Path) -> list[Record]:
@@ -174,7 +152,7 @@ _TIMES: list[Column] = [
     ("median", 8, lambda record: seconds_text(record.median_s)),
     ("min", 8, lambda record: seconds_text(record.min_s)),
     ("max", 8, lambda record: seconds_text(record.max_s)),
-    ("spread", 6, lambda record: percent(record.spread, 0)),
+    ("spread", 6, lambda record: percent(record.spread, 0) if record.spread < 99.995 else "> 99 x"),
 ]
 _QUALITY: list[Column] = [
     ("rel error", 9, lambda record: error_text(record.rel_error)),
@@ -200,16 +178,22 @@ CODEC = [
 ]
 
 
-def columns_of(record: Record) -> list[Column]:
-    return CODEC if record.operation == "codec" else TRANSFER
+NARROW = {"bytes", "algorithm", "codec", "median"}  # columns of every table of 80 columns
+OF_TRANSFER, OF_CODEC = {"spread", "busbw GB/s", "of bound"}, {"moved GB/s", "of memcpy", "ratio"}
+
+
+def columns_of(record: Record, wide: bool = True) -> list[Column]:
+    """Return the columns of a record's table: all, or those that fit in 80 columns."""
+    of_codec = record.operation == "codec"
+    shown = NARROW | (OF_CODEC if of_codec else OF_TRANSFER)
+    return [column for column in (CODEC if of_codec else TRANSFER) if wide or column[0] in shown]
 
 
 def table_head(columns: Sequence[Column]) -> str:
     return aligned([title for title, _, _ in columns], [width for _, width, _ in columns])
 
 
-def table_row(record: Record) -> str:
-    columns = columns_of(record)
+def table_row(record: Record, columns: Sequence[Column]) -> str:
     return aligned([show(record) for _, _, show in columns], [width for _, width, _ in columns])
 
 
@@ -262,4 +246,4 @@ def error_text(rel_error: float | None) -> str:
 def _digits(value: float) -> str:
     """Three digits that count, never an exponent."""
     decimals = 2 - math.floor(math.log10(value)) if value > 0 else 2
-    return f"{value:.{min(max(decimals, 0), 9)}f}"
+    return f"{value:.{min(max(decimals, 0), 8)}f}"  # at most 10 characters below 1

@@ -4,7 +4,7 @@
     rows on standard output, the JSON file     complete after each size: a measurement that is cut off leaves its rows
     the picture                                at the end
 
-With --json - the rows go to standard error, and standard output is JSON alone.
+With --json alone the rows go to standard error, and standard output is JSON alone.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ from hpcllm.mpi.message_memory import let_mpi_read_devices
 from hpcllm.perf.arguments import Options
 from hpcllm.perf.picture import draw
 from hpcllm.perf.records import (
-    STANDARD_OUTPUT,
     Record,
     bound_s,
     bus_factor,
-    check_writable,
     columns_of,
     table_head,
     table_row,
@@ -43,6 +41,7 @@ from hpcllm.perf.records import (
 from hpcllm.perf.timing import Seconds
 from hpcllm.perf.values import codec_ratio
 from hpcllm.system import device
+from hpcllm.system.output import STANDARD_OUTPUT, check_writable, folded
 from hpcllm.system.text import counted
 
 VALUE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -141,21 +140,23 @@ class Report:
         """Print a line for people."""
         if self._comm.rank == 0:
             to_stderr = self._options.json == STANDARD_OUTPUT
-            tqdm.write(text, file=sys.stderr if to_stderr else sys.stdout)
+            lines = [text] if self._options.wide else folded(text)
+            tqdm.write("\n".join(lines), file=sys.stderr if to_stderr else sys.stdout)
             sys.stdout.flush()
 
     def add(self, records: Sequence[Record]) -> None:
         """Print and save the records of one size."""
+        columns = columns_of(records[0], self._options.wide) if records else []
         if records and not self.records:
-            self.say(table_head(columns_of(records[0])))
+            self.say(table_head(columns))
         self.records += records
         for record in records:
-            self.say(table_row(record))
+            self.say(table_row(record, columns))
         on_root(self._comm, self._save)
         self._bar.update()
 
     def close(self) -> None:
-        """Draw the picture; with --json - print the records."""
+        """Draw the picture; with --json alone print the records."""
         self._bar.close()
         on_root(self._comm, self._finish)
 

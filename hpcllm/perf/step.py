@@ -11,7 +11,6 @@ timed, but what the planner needs to know of the machine: calibrate.py.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -26,8 +25,8 @@ from hpcllm.config.schema import Config
 from hpcllm.errors import ConfigError
 from hpcllm.mpi.collective_errors import on_root
 from hpcllm.perf import calibrate
-from hpcllm.perf.records import check_writable, write_whole
 from hpcllm.system.device import synchronize
+from hpcllm.system.output import show
 from hpcllm.system.text import table
 from hpcllm.training.log import KINDS, TRAFFIC, Traffic
 from hpcllm.training.setup import RunContext, open_run
@@ -40,13 +39,10 @@ def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
         return calibrate.run(arguments, comm)
     if arguments.run is None:
         raise ConfigError("step needs RUN.toml, a run file as for `hpcllm train`, or --calibrate")
-    on_root(comm, lambda: check_writable(arguments.json))
     tables = on_root(comm, lambda: configs.to_tables(configs.load(arguments.run, arguments.overrides)))
     records = measure(configs.from_tables(tables), arguments.policies, arguments.steps, arguments.warmup, comm)
     if comm.rank == 0:
-        print("\n".join(_table(records)))
-        if arguments.json:
-            write_whole(arguments.json, json.dumps(records, indent=1) + "\n")
+        show(arguments, records, _table(records))
     return 0
 
 

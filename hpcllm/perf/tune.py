@@ -9,7 +9,6 @@ Sizes are bytes of the whole array, as the choice depends on them: of x, or of `
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,15 +25,16 @@ from hpcllm.collectives.tuning import Tuning, to_text
 from hpcllm.errors import ConfigError, HpcllmError
 from hpcllm.mpi.collective_errors import on_root
 from hpcllm.perf.arrays import Arrays
-from hpcllm.perf.records import check_writable, write_whole
 from hpcllm.perf.session import library_name
 from hpcllm.perf.timing import in_turns
+from hpcllm.system.output import check_writable, is_json_alone, say, write_json, write_whole
 from hpcllm.system.text import aligned
 
 CLOSE = 1.1  # a choice within 10 % of the best is a good one
 TIME_S = 0.5  # for all iterations of one algorithm
 COLUMNS = ("operation", "bytes", "asked", "chosen", "predicted", "measured", "native", "best", "why")
 WIDTHS = (-15, -10, -9, -28, -10, -10, -10, -28, -1)  # all aligned to the left
+NARROW = (0, 1, 2, 3, 5)  # columns that fit in 80: without the prediction, the peers and the reason
 
 
 @dataclass(frozen=True)
@@ -65,20 +65,23 @@ def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
     group = group_of(comm)
     tuning = Tuning(measuring.measure(group, [*measuring.CODECS, *codecs]), _facts(group))
     on_root(comm, lambda: _write(arguments, to_text(tuning)))
-    say: Callable[[str], None] = (
-        (lambda _: None) if arguments.json or comm.rank else lambda text: print(text, flush=True)
-    )
-    say(f"wrote {arguments.output}: {_summary(tuning)}")
+    silent = comm.rank > 0 or is_json_alone(arguments)
+    tell: Callable[[str], None] = (lambda _: None) if silent else lambda text: say([text], arguments.wide)
+    tell(f"wrote {arguments.output}: {_summary(tuning)}")
     rows: list[Row] = []
     if not arguments.rates_only:
-        say(aligned(COLUMNS, WIDTHS, " "))
+        shown = range(len(COLUMNS)) if arguments.wide else NARROW
+        widths = [WIDTHS[place] for place in shown]
+        tell(aligned([COLUMNS[place] for place in shown], widths, " "))
         for row in _rows(arguments, codecs, tuning, group):
             rows.append(row)
-            say(aligned(_cells(row), WIDTHS, " "))
+            cells = _cells(row)
+            tell(aligned([cells[place] for place in shown], widths, " "))
         good = sum(row.good for row in rows)
-        say(f"{good} of {len(rows)} choices within 10 % of the best measured")
-    if arguments.json and comm.rank == 0:
-        print(json.dumps({"tuning": str(arguments.output), "rows": [asdict(row) for row in rows]}, indent=1))
+        tell(f"{good} of {len(rows)} choices within 10 % of the best measured")
+    facts = {"tuning": str(arguments.output), "rows": [asdict(row) for row in rows]}
+    if arguments.json:
+        on_root(comm, lambda: write_json(arguments, facts))
     return 0
 
 

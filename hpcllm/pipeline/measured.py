@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hpcllm.config.input_files import LARGEST_TABLE_BYTES, read_text
 from hpcllm.errors import DataError, ScheduleError
 from hpcllm.pipeline.actions import Action, Placement
 from hpcllm.pipeline.checker import check
@@ -61,10 +62,12 @@ class Measured:
 def read_trace(path: Path) -> tuple[Measured, ...]:
     """Read each replica's measured step, in order. Raises DataError, for a file that cannot be read too."""
     try:
-        return parse_trace(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"the trace {str(path)!r} cannot be read: {error.strerror}") from error
-    except (DataError, ScheduleError, UnicodeDecodeError) as error:
+        text = read_text(path, LARGEST_TABLE_BYTES)
+    except ValueError as error:
+        raise DataError(f"the trace {str(path)!r} cannot be read: {error}") from error
+    try:
+        return parse_trace(text)
+    except (DataError, ScheduleError) as error:
         raise DataError(f"{str(path)!r} is no trace that a run wrote: {error}") from error
 
 

@@ -26,9 +26,10 @@ from hpcllm.pipeline.grid import fit_labelled, legend_lines, timeline_lines
 from hpcllm.pipeline.picture import Panel
 from hpcllm.pipeline.schedules import SCHEDULES, make_schedule
 from hpcllm.pipeline.timing import Timeline, Times, simulate
-from hpcllm.system.text import binary_size_text, percent, table
+from hpcllm.system.text import binary_size_text, narrowed, percent, table
 
 BASE = "1f1b"  # the schedule that the others are compared with
+MOST_COMPARED = 1 << 12  # forward passes of a schedule, of which there are five: seconds of work
 
 
 def schedule_lines(timeline: Timeline, times: Times, columns: int, message_bytes: int | None) -> list[str]:
@@ -153,7 +154,7 @@ def compare(ranks: int, microbatches: int, chunks: int | None, times: Times) -> 
     entries, rejected = [], {}
     for name, kind in SCHEDULES.items():
         try:
-            schedule = make_schedule(name, ranks, microbatches, chunks if kind.any_chunks else None)
+            schedule = make_schedule(name, ranks, microbatches, chunks if kind.any_chunks else None, MOST_COMPARED)
             check(schedule)
         except ScheduleError as error:
             rejected[name] = str(error)
@@ -175,13 +176,14 @@ def peak_full(actions: Sequence[Action]) -> int:
     return peak
 
 
-def comparison_lines(comparison: Comparison, message_bytes: int | None) -> list[str]:
-    """The table, what its columns mean, and the notes."""
+def comparison_lines(comparison: Comparison, message_bytes: int | None, columns: int) -> list[str]:
+    """The table, with the columns that fit, what they mean, and the notes."""
     recompute, sized = comparison.times.recompute, message_bytes is not None
     head = ["schedule", "chunks", "step time", "idle", "peak live", "messages", *["sent"] * sized]
     head += ["in full", "without it", "it costs"] * recompute
     rows = [_row(entry, recompute, message_bytes) for entry in comparison.entries]
     rows += [[name, f"rejected: {reason}"] for name, reason in comparison.rejected.items()]
+    head, rows = narrowed(head, rows, ("messages", "it costs", "chunks", "sent"), columns)
     legend = [
         "step time in ticks; idle and messages of all ranks together",
         "peak live: activations held at once on the rank that holds most, each of a rank's whole part of the model",

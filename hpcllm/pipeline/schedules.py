@@ -24,12 +24,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast, get_args
 
+from hpcllm.config.names import closest
 from hpcllm.errors import ScheduleError
 from hpcllm.pipeline import orders
 from hpcllm.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Op, Placement, PlacementKind
 from hpcllm.pipeline.clock import Done, Event, Work, clock, in_order
 
-MOST_PASSES = 1 << 22  # microbatches x virtual stages; more would take minutes and gigabytes to plan
+MOST_PASSES = 1 << 22  # microbatches x virtual stages of a plan, which knows how long schedules go on
+MOST_SCHEDULED = 1 << 17  # of a schedule with all its messages, half a minute to make and prove
 LONGEST_WORD = 40  # characters of a strange word that an error repeats
 ORDER_DURATIONS = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 1}  # for with_messages
 
@@ -44,7 +46,7 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]  # of each rank, messages included
 
     def __post_init__(self) -> None:
-        _check_sizes(self.placement, self.microbatches)
+        _check_sizes(self.placement, self.microbatches, MOST_SCHEDULED)
         if not self.name.isprintable() or self.name.strip() != self.name or not self.name:
             raise ScheduleError(f"a schedule's name is one line of printable characters, not {_short(self.name)}")
         if len(self.actions) != self.placement.ranks:
@@ -94,8 +96,15 @@ SCHEDULES = {
 }
 
 
-def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """Make the schedule of a name in SCHEDULES; chunks None: the usual number. Raises ScheduleError."""
+def make_schedule(
+    name: str, ranks: int, microbatches: int, chunks: int | None = None, most: int = MOST_SCHEDULED
+) -> Schedule:
+    """Make the schedule of a name in SCHEDULES, of at most so many forward passes; chunks None: the usual number.
+
+    Raises ScheduleError.
+    """
+    name = name.lower()
+    make_placement(name, ranks, microbatches, chunks, most)
     placement, work = make_work(name, ranks, microbatches, chunks)
     return Schedule(name, placement, microbatches, with_messages(placement, work))
 
@@ -108,14 +117,18 @@ def make_work(
     return placement, [list(SCHEDULES[name].order(placement, microbatches, rank)) for rank in range(ranks)]
 
 
-def make_placement(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Placement:
+def make_placement(
+    name: str, ranks: int, microbatches: int, chunks: int | None = None, most: int = MOST_PASSES
+) -> Placement:
     """Make the placement of a named schedule. Raises ScheduleError if there is no such schedule."""
     if name not in SCHEDULES:
-        raise ScheduleError(f"there is no schedule {_short(name)}; there are {', '.join(SCHEDULES)}")
+        near = closest(name, SCHEDULES)
+        hint = f"; did you mean {near}?" if near else ""
+        raise ScheduleError(f"there is no schedule {_short(name)}; there are {', '.join(SCHEDULES)}{hint}")
     kind = SCHEDULES[name]
     usual = kind.placement.chunks
     placement = replace(kind.placement, ranks=ranks, chunks=usual if chunks is None else chunks)
-    _check_sizes(placement, microbatches)
+    _check_sizes(placement, microbatches, most)
     if placement.chunks != usual and not kind.any_chunks:
         raise ScheduleError(
             f"{name} divides a rank's part of the model into {usual} chunk{'s' * (usual > 1)}, not {chunks}; "
@@ -126,7 +139,7 @@ def make_placement(name: str, ranks: int, microbatches: int, chunks: int | None 
 
 def forward_only(placement: Placement, microbatches: int) -> Schedule:
     """Make the schedule of validation: forward passes alone. Raises ScheduleError."""
-    _check_sizes(placement, microbatches)
+    _check_sizes(placement, microbatches, MOST_SCHEDULED)
     work = orders.forward(placement, microbatches)
     return Schedule("forward-only", placement, microbatches, with_messages(placement, work))
 
@@ -194,7 +207,7 @@ def _assembled(head: dict[str, tuple[int, str]], rows: list[tuple[int, str]]) ->
     if kind not in get_args(PlacementKind):
         raise ScheduleError(f"line {number}: placement {_short(kind)}; it is {' or '.join(get_args(PlacementKind))}")
     placement = Placement(ranks, chunks, cast(PlacementKind, kind))
-    _check_sizes(placement, microbatches)
+    _check_sizes(placement, microbatches, MOST_SCHEDULED)
     actions = tuple(tuple(_actions(number, line, placement, microbatches)) for number, line in rows)
     schedule = Schedule(head["schedule"][1], placement, microbatches, actions)
     if schedule.work() == [list(row) for row in actions]:
@@ -219,13 +232,13 @@ def _count(key: str, number: int, value: str) -> int:
     return int(value)
 
 
-def _check_sizes(placement: Placement, microbatches: int) -> None:
+def _check_sizes(placement: Placement, microbatches: int, most: int = MOST_PASSES) -> None:
     sizes = {"ranks": placement.ranks, "chunks": placement.chunks, "microbatches": microbatches}
     if low := [f"{key} = {value}" for key, value in sizes.items() if value < 1]:
         raise ScheduleError(f"a schedule with {', '.join(low)} does not exist; the least is 1")
-    if placement.stages * microbatches > MOST_PASSES:
+    if (passes := placement.stages * microbatches) > most:
         product = " x ".join(f"{value} {key}" for key, value in sizes.items())
-        raise ScheduleError(f"{product} is more than the {MOST_PASSES} forward passes that a schedule can have")
+        raise ScheduleError(f"{product} = {passes} forward passes; valid: at most {most} of all ranks together")
 
 
 def _out_of_range(action: Action, placement: Placement, microbatches: int) -> str:

@@ -113,7 +113,8 @@ def arithmetic(found: Prediction) -> Arithmetic:
     network = RecordingNetwork(found.machine, found.layout)
     for span in spans:
         passes(found.model, found.layout, span, found.machine, network)
-    exchange(parameters, found.layout, step.microbatches, network)
+    blocks = sum(span.last_block - span.first_block for span in spans)
+    exchange(parameters, blocks, found.layout, step.microbatches, network)
     if found.layout.pp > 1:
         rank, size = found.slowest, message_bytes(found.model, found.layout)
         for other in (rank - 1, rank + 1):

@@ -29,14 +29,14 @@ from hpcllm.model.shapes import StageSpan
 from hpcllm.plan.layout_space import RECOMPUTE, Constraints, Space, parse_constraints
 from hpcllm.plan.layouts import Layout, Shard
 from hpcllm.plan.machine import Machine, read_machine
-from hpcllm.plan.memory.predict import SHARDS, lower_bound, states_lower_bound
+from hpcllm.plan.memory.predict import SHARDS, first_rank_bound, lower_bound, states_lower_bound
 from hpcllm.plan.models import HALVED, Model, StageKind, read_model
 from hpcllm.plan.prediction import Prediction, Step, StepCache
 from hpcllm.plan.run_config import check_fit
 from hpcllm.plan.time.passes import Passes
 from hpcllm.plan.time.timeline import earliest_ends
 
-HEADROOM = 0.05  # share of usable memory that stays free: error of its prediction
+HEADROOM = 0.1  # share of usable memory that stays free: error of its prediction, fragments, other libraries
 MOST_DEVICES = 1 << 22
 
 
@@ -166,10 +166,15 @@ class _State:
 
     def _schedules(self, flavour: Step) -> Iterator[_Entry]:
         """Choose the schedule; count its longest chain of work and messages over stages."""
-        layout = flavour.layout
-        shards = self.space.shards(layout)
+        layout, shards = flavour.layout, self.space.shards(flavour.layout)
+        least = replace(layout, shard=shards[-1], recompute=self.space.recompute[-1])
         halved = self.step(replace(layout, schedule=HALVED[0])).cache
         for schedule, chunks in self.space.schedules(layout):
+            smallest = replace(least, schedule=schedule, chunks=chunks)
+            needed = lower_bound(self.space.model, smallest, self.space.global_batch)
+            if needed > self.room:
+                self._does_not_fit(len(shards), needed, smallest)
+                continue
             cache = halved if schedule in HALVED else flavour.cache
             step = self.step(replace(layout, schedule=schedule, chunks=chunks), cache)
             ends = _ends(step)
@@ -180,11 +185,13 @@ class _State:
         for shard in shards:
             yield from self._leaf(self.step(replace(scheduled.layout, shard=shard), scheduled.cache), ends)
 
-    def _leaf(self, step: Step, ends: Sequence[float]) -> Iterable[_Entry]:
+    def _leaf(self, step: Step, ends: Sequence[float] | None = None) -> Iterable[_Entry]:
         """Bound one layout, or the next one that recomputes more and may fit; nothing if none may fit."""
         needed = lower_bound(step.model, step.layout, step.global_batch)
         if needed > self.room:
             return self._with_less_memory(step, needed)
+        if ends is None:
+            ends = _ends(step)
         bound_s = max(rank.step_s(end_s) for end_s, rank in zip(ends, step.ranks, strict=True))
         return [_Entry(bound_s, 1, partial(self._predict, step))]
 
@@ -194,12 +201,13 @@ class _State:
         if less is None:
             self._does_not_fit(1, needed, step.layout)
             return []
-        recomputing = self.step(less)
-        return self._leaf(recomputing, _ends(recomputing))
+        return self._leaf(self.step(less))
 
     def _predict(self, step: Step) -> Iterable[_Entry]:
         """Predict a layout if it fits and our trainer accepts it; if it does not fit, recompute more."""
-        needed = max(stage.device_bytes for stage in step.memory)
+        needed = first_rank_bound(step.model, step.layout, step.global_batch)
+        if needed <= self.room:
+            needed = max(stage.device_bytes for stage in step.memory)
         if needed > self.room:
             return self._with_less_memory(step, needed)
         try:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from hpcllm.config.rules import nearest
+from hpcllm.config.names import nearest
 from hpcllm.errors import ConfigError
 from hpcllm.pipeline.schedules import MOST_PASSES
 from hpcllm.plan.layouts import Layout, Recompute, Schedule, Shard, layout_types, parse_pairs

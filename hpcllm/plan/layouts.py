@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from hpcllm.config.names import nearest
 from hpcllm.config.policies import POLICIES
-from hpcllm.config.rules import checked, nearest
+from hpcllm.config.rules import checked
 from hpcllm.errors import ConfigError
 
 Attention = Literal["flash", "flash1", "materialized", "unfused"]
@@ -55,6 +56,8 @@ class Layout:
     # whose order of work and memory is predicted: ours, or that of Megatron-LM and DeepSpeed, as in published tables
     trainer: Trainer = "hpcllm"
     gradient_bytes: int = 0  # bytes of each parameter's gradient, all copies; 0: the trainer's usual ones
+    messages: int = 0  # in which shard=all gathers a block; 0: one for ours, one a matrix for others (ZeRO-3)
+    hidden: float = 0.0  # share of what travels beside every pass, with shard=states+gradients or all, that passes hide
 
     def __post_init__(self) -> None:
         for key in layout_types():
@@ -62,6 +65,10 @@ class Layout:
         for key in ("dp", "pp", "tp", "micro_batch", "chunks"):
             if not 1 <= getattr(self, key) < 1 << 24:
                 raise ConfigError(f"layout.{key} = {getattr(self, key)} is out of range; valid: from 1")
+        if not 0 <= self.messages < 1 << 24:
+            raise ConfigError(f"layout.messages = {self.messages} is out of range; valid: from 1, or 0 for the usual")
+        if not 0 <= self.hidden <= 1:
+            raise ConfigError(f"layout.hidden = {self.hidden} is out of range; valid: a share, 0 to 1")
         if self.policy not in POLICIES:
             raise ConfigError(f"layout.policy = {self.policy!r} is unknown; {nearest(self.policy, POLICIES)}")
         checked("mesh.order", self.order, str)
@@ -81,7 +88,8 @@ class Layout:
         if rest or not count:
             raise ConfigError(
                 f"global_batch = {global_batch} is not dp x micro_batch x a whole number, with dp = {self.dp} and "
-                f"micro_batch = {self.micro_batch}; valid: multiples of {self.dp * self.micro_batch}"
+                f"micro_batch = {self.micro_batch}; valid: multiples of {self.dp * self.micro_batch}, the nearest "
+                f"{nearest_multiples(global_batch, self.dp * self.micro_batch)}"
             )
         return count
 
@@ -90,6 +98,12 @@ class Layout:
         changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default or f.name == "trainer"]
         words = ((f.name, str(getattr(self, f.name))) for f in changed)
         return ",".join(f"{key}={word.lower() if word in ('True', 'False') else word}" for key, word in words)
+
+
+def nearest_multiples(count: int, of: int) -> str:
+    """Write '992 and 1000' for 997 and 8."""
+    below = count // of * of
+    return f"{below} and {below + of}" if below else str(of)
 
 
 @lru_cache(maxsize=1)

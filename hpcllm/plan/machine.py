@@ -19,7 +19,7 @@ from typing import Any
 
 from hpcllm.collectives.tuning import Tuning, from_tables
 from hpcllm.config import machines
-from hpcllm.config.rules import nearest
+from hpcllm.config.names import nearest
 from hpcllm.errors import ConfigError
 from hpcllm.plan.time.kernel_times import MeasuredKernels, read_measured_kernels
 
@@ -69,7 +69,7 @@ class Fabric:
     mpi_share: float  # share of the line rate that large messages of MPI get
     message_share: float  # share of the line rate that large messages of the device's library get: NCCL, RCCL
     collective_share: float  # share of the line rate that the library's collectives get (bus bandwidth)
-    loss_per_doubling: float = 0.0  # collectives over n nodes take (1 + this x log2 n) times as long
+    loss_per_doubling: float  # collectives over n nodes take (1 + this x log2 n) times as long
     topology: str = "not known"
     group_nodes: int = 0  # nodes of a dragonfly's group or a fat tree's pod; 0: one group is the whole machine
     group_taper: float = 1.0  # bandwidth out of a group / bandwidth of its nodes
@@ -151,7 +151,8 @@ def _usual(tables: Tables) -> Iterator[tuple[str, str, float]]:
     """Yield usual values of keys that a file may leave out; later ones may use earlier ones.
 
     Drivers keep 0.2 to 1.5 % of HBM, and a GB of its name is a GiB. Large matrix products reach 0.65 (MI250X) to 0.9
-    (A100) of the peak. A pair's bandwidth is that of PCIe 4 x16. The network's shares are those of NCCL on InfiniBand.
+    (A100) of the peak. A pair's bandwidth is that of PCIe 4 x16. The network's shares are those of NCCL on InfiniBand;
+    what its collectives lose with each doubling of the nodes is that of Leonardo, where half is lost at 256 nodes.
     """
     yield "device", "usable_memory_gib", 0.985 * _number(tables["device"], "memory_gb", "device")
     yield "device", "gemm_bf16_tflops", 0.8 * _number(tables["device"], "peak_bf16_tflops", "device")
@@ -165,6 +166,7 @@ def _usual(tables: Tables) -> Iterator[tuple[str, str, float]]:
     yield "network", "mpi_share", 0.9
     yield "network", "message_share", 0.85
     yield "network", "collective_share", 0.8
+    yield "network", "loss_per_doubling", 0.125
     yield "power", "device_w", 500.0
     per_node = _number(tables["device"], "per_node", "device")
     yield "power", "node_w", 1.5 * per_node * _number(tables["power"], "device_w", "power")

@@ -11,6 +11,9 @@ feed-forward network of 4 hidden channels has no gate, and any other has. Any ke
                         the head is large, embedding and head count as a block each, if that divides: 70 over 12 is
                         5 6 6 6 6 6 6 6 6 6 6 5
 
+A preset's vocabulary is padded to a multiple of 128, as Megatron-LM does: 50257 logits over tp = 4 are no whole number
+of 16 bytes, and the head leaves the matrix units. A shape's vocabulary stays as it is given.
+
 Stages that are alike are counted once. Pure.
 """
 
@@ -44,6 +47,7 @@ ALIASES = {"vocab": "vocabulary", "sequence": "sequence_length"}
 GPT = {"norm": "layernorm", "activation": "gelu_tanh", "biases": "all", "positions": "learned", "tied": True}
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "biases": "none", "positions": "rotary", "tied": False}
 
+PADDED = 128  # multiple of a padded vocabulary: whole rows of 16 bytes on up to 16 tp ranks
 LARGE_HEAD = 0.5  # blocks: BLOOM (1.5) and Llama 3 405B (0.7) were cut so, GPT of 175B with 50k tokens (0.3) was not
 StageKind = tuple[int, bool, bool]  # number of blocks, has embedding, has head: stages equal in these take the same
 HALVED: tuple[Schedule, ...] = ("zb-h1", "zb-v")  # schedules whose backward pass comes in two halves
@@ -56,6 +60,7 @@ class Model:
     name: str
     shape: ModelConfig
     sequence: int  # tokens of a sample
+    unpadded: int = 0  # the preset's vocabulary, where another one is planned with
 
     @cached_property
     def parameters(self) -> int:
@@ -80,8 +85,16 @@ def read_model(given: str | Mapping[str, Any] | Model, sequence: int | None = No
     if sequence is not None:
         length = sequence
     shape = _checked(table, length)
-    name = shape.preset if set(table) == {"preset"} else f"{shape.layers} x {shape.hidden}"
-    return Model(name, shape, length or shape.max_sequence)
+    is_preset = set(table) == {"preset"}
+    padded = padded_vocabulary(shape.vocabulary) if is_preset else shape.vocabulary
+    unpadded = shape.vocabulary if padded != shape.vocabulary else 0
+    name = shape.preset if is_preset else f"{shape.layers} x {shape.hidden}"
+    return Model(name, dataclasses.replace(shape, vocabulary=padded), length or shape.max_sequence, unpadded)
+
+
+def padded_vocabulary(vocabulary: int) -> int:
+    """Return the next multiple of PADDED."""
+    return -(-vocabulary // PADDED) * PADDED
 
 
 def _shape(pairs: dict[str, Any]) -> dict[str, Any]:

@@ -62,7 +62,8 @@ def _memory(axes: Any, rows: Sequence[Prediction]) -> None:
     plotting.stacked_bars(axes, list(bars), parts, upright=True)
     usable = rows[0].machine.device.usable_bytes / 1e9
     axes.axhline(usable, color=plotting.INK, linestyle="--", linewidth=1, label=f"usable, {usable:.1f} GB")
-    axes.set_xlim(-1, max(len(bars), MOST_WIDE))
+    beside = max(0.5, (MOST_WIDE - len(bars)) / 2)  # bars: on both sides alike, a few of them in the middle
+    axes.set_xlim(-beside - 0.25, len(bars) - 1 + beside + 0.25)
     axes.set_xlabel(what)
     axes.set_ylabel("GB of a device")
 

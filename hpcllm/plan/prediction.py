@@ -18,6 +18,7 @@ from typing import Any
 
 from hpcllm.model.shapes import StageSpan
 from hpcllm.pipeline.actions import Placement
+from hpcllm.plan.interval import interval_s
 from hpcllm.plan.layouts import Layout, parse_step
 from hpcllm.plan.machine import Machine, read_machine
 from hpcllm.plan.memory.stage_memory import StageMemory, stage_memory
@@ -60,6 +61,8 @@ class Prediction:
     memory: tuple[StageMemory, ...]  # one for each pipeline rank
     hardware_flops: float  # FLOPs of a step, with recomputation
     slowest: int  # the pipeline rank that ends last, whose times these are
+    busiest: int  # the pipeline rank that works longest
+    busier: float  # by what share of the mean of all ranks it works longer than that
 
     @property
     def fits(self) -> bool:
@@ -69,6 +72,11 @@ class Prediction:
     @property
     def largest(self) -> StageMemory:
         return max(self.memory, key=lambda stage: stage.device_bytes)
+
+    @property
+    def interval_s(self) -> tuple[float, float]:
+        """Seconds between which the step lies, by the errors of published runs."""
+        return interval_s(self.iteration_time_s, self.layout.dp)
 
     @property
     def tokens_per_s(self) -> float:
@@ -194,6 +202,8 @@ class Step:
         last = max(range(len(ends)), key=ends.__getitem__)
         rank, end_s = self.ranks[last], with_messages[last]
         idle_s, hidden_s = without[last] - rank.compute_s - rank.tp_s, rank.hidden_s(end_s)
+        work_s = [each.compute_s + each.tp_s for each in self.ranks]
+        busiest = max(range(len(work_s)), key=work_s.__getitem__)
         return Prediction(
             machine=self.machine,
             model=self.model,
@@ -210,6 +220,8 @@ class Step:
             memory=self.memory,
             hardware_flops=hardware_flops(self.model, self.layout) * self.global_batch * self.model.sequence,
             slowest=last,
+            busiest=busiest,
+            busier=work_s[busiest] * len(work_s) / sum(work_s) - 1.0,
         )
 
     def _run(self, times: list[StageTimes]) -> list[float]:
@@ -229,7 +241,8 @@ class Step:
     def _rank(self, kinds: tuple[StageKind, ...], mine: list[Passes]) -> RankTimes:
         layout, microbatches = self.layout, self.microbatches
         parameters = held_parameters(self.model.shape, kinds, layout.tp)
-        done = exchange(parameters, layout, microbatches, self.network)
+        blocks = sum(blocks for blocks, _, _ in kinds)
+        done = exchange(parameters, blocks, layout, microbatches, self.network)
         tp_s = microbatches * sum(one.forward.tp_s + one.backward.tp_s for one in mine)
         forward_s, backward_s = (sum(getattr(one, way).total_s for one in mine) for way in ("forward", "backward"))
         compute_s = microbatches * (forward_s + backward_s) - tp_s

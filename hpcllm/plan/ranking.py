@@ -10,8 +10,20 @@ from typing import Any
 from hpcllm.plan.cost import TrainingCost, training_cost
 from hpcllm.plan.layout_search import HEADROOM, Search
 from hpcllm.plan.layouts import Layout
+from hpcllm.plan.obstacles import obstacles
 from hpcllm.plan.prediction import Prediction
-from hpcllm.plan.report import STEP_PARTS, bottleneck, count_text, memory_table, schedule_text, verdict, wrapped
+from hpcllm.plan.report import (
+    STEP_PARTS,
+    bottleneck,
+    count_text,
+    interval_text,
+    memory_table,
+    padding,
+    schedule_text,
+    too_many,
+    verdict,
+    wrapped,
+)
 from hpcllm.plan.report import as_dict as prediction_dict
 from hpcllm.plan.sensitivity import sensitivity
 from hpcllm.system.text import table
@@ -59,7 +71,8 @@ MOST_REASONS = 3
 def lines(found: Search, tokens: float | None) -> list[str]:
     """Write the tables of a search that found something."""
     best, usable = found.best[0], found.machine.device.usable_bytes / 1e9
-    what = f"{found.model.name}, {count_text(found.model.parameters)} parameters, on {found.devices} x "
+    what = f"{found.model.name}, {count_text(found.model.parameters)} parameters{padding(found.model)}, on "
+    what += f"{found.devices} x "
     what += f"{found.machine.device.name} of {found.machine.name}; {found.global_batch} samples of "
     what += f"{found.model.sequence} tokens a step; trainer: hpcllm"
     costs = [training_cost(row, tokens) for row in found.best]
@@ -70,7 +83,7 @@ def lines(found: Search, tokens: float | None) -> list[str]:
         return table(("rank", *columns), [[str(rank), *row] for rank, row in enumerate(cells, 1)])
 
     return [
-        *wrapped(what),
+        *wrapped(what, *too_many(found.machine, found.devices)),
         "",
         f"layouts; GB of {usable:.1f} on the fullest device, {HEADROOM:.0%} left free",
         *rows(LAYOUT),
@@ -84,7 +97,8 @@ def lines(found: Search, tokens: float | None) -> list[str]:
         *wrapped(f"why: {why(found)}", f"bottleneck: {bottleneck(best)}", f"what if: {changes}", _searched(found)),
         "",
         *memory_table(best),
-        *wrapped(verdict(best), f"the first as one layout: --layout {best.layout.text()}"),
+        *wrapped(verdict(best), f"its step takes {interval_text(best)}"),
+        *wrapped(f"the first as one layout: --layout {best.layout.text()}"),
     ]
 
 
@@ -96,7 +110,8 @@ def nothing(found: Search) -> list[str]:
         message = (
             f"NO LAYOUT EXISTS: {requested}, of {found.global_batch} samples and {found.model.shape.layers} layers"
         )
-        return [*wrapped(f"{message}: what --constraints leave does not divide them, or is rejected"), _searched(found)]
+        reasons = obstacles(found) or ["what --constraints leave does not divide them, or is rejected"]
+        return [*wrapped(f"{message}: {'; '.join(reasons)}"), *wrapped(_searched(found))]
     missed = f"NOTHING FITS: {requested}, {HEADROOM:.0%} of the memory left free"
     least = f"what lacks least memory: --layout {near.layout.text()}"
     needed = wrapped(_devices_needed(found, near.layout), _searched(found))
@@ -132,6 +147,7 @@ def as_dict(found: Search, tokens: float | None) -> dict[str, Any]:
         "counts": dict(found.counts),
         "refused": dict(found.rejected),
         "idle_devices": found.idle,
+        "obstacles": obstacles(found),
         "headroom": HEADROOM,
         "nearest": prediction_dict(found.nearest, tokens) if found.nearest else None,
     }
@@ -143,7 +159,8 @@ def _searched(found: Search) -> str:
     reasons = sorted(found.rejected.items(), key=lambda item: -item[1])[:MOST_REASONS]
     why = "".join(f"; {count} rejected: {reason}" for reason, count in reasons)
     idle = f"; {found.idle} devices idle: no layout of all of them exists or fits" if found.idle else ""
-    return f"searched {sum(found.counts.values()):,} layouts: {counts}{why}{idle}"
+    in_the_way = "".join(f"; {reason}" for reason in obstacles(found)) if found.best else ""
+    return f"searched {sum(found.counts.values()):,} layouts: {counts}{why}{idle}{in_the_way}"
 
 
 def why(found: Search) -> str:

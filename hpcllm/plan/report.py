@@ -23,8 +23,11 @@ from hpcllm.config import machines
 from hpcllm.config import schema as run_file
 from hpcllm.config.schema import Config, ModelConfig, RunConfig
 from hpcllm.plan.cost import training_cost
+from hpcllm.plan.interval import INSIDE, MANY
 from hpcllm.plan.layouts import Layout
+from hpcllm.plan.machine import Machine
 from hpcllm.plan.memory.stage_memory import PARTS
+from hpcllm.plan.models import Model, padded_vocabulary
 from hpcllm.plan.prediction import Prediction
 from hpcllm.plan.run_config import config_of
 from hpcllm.system.raw_files import writing
@@ -34,8 +37,10 @@ TRAINERS = {
     "megatron": "that of Megatron-LM, DeepSpeed and kin, as in published tables; trainer=hpcllm in --layout: ours",
     "hpcllm": "hpcllm",
 }
+UNEVEN = 0.05  # share by which a stage works longer than the mean before it is named
+ROW_BYTES = 16  # whole rows that matrix units need: time/roofline.py
 MOST_STAGES = 12  # lines of a table
-COLUMNS = 120  # width of a page
+COLUMNS = 80  # width of a page
 REMEDIES = {  # part of memory -> what lowers it, in the words of --layout
     "parameters": "more tp or pp; with pp=1 shard=all",
     "gradients": "shard=states+gradients, more tp or pp",
@@ -82,17 +87,19 @@ def lines(found: Prediction, tokens: float | None) -> list[str]:
     layout, model, machine, cost = found.layout, found.model, found.machine, training_cost(found, tokens)
     microbatches = layout.microbatches(found.global_batch)
     what = [
-        f"{model.name}, {count_text(model.parameters)} parameters; {found.global_batch} samples of "
+        f"{model.name}, {count_text(model.parameters)} parameters{padding(model)}; {found.global_batch} samples of "
         f"{model.sequence} tokens a step",
         f"{machine.name}: {layout.devices} x {machine.device.name} on {cost.nodes} node{'s' * (cost.nodes > 1)} of "
         f"{machine.device.per_node}",
         f"layout: {layout_text(layout)}; {microbatches} microbatch{'es' * (microbatches > 1)}",
         f"trainer: {TRAINERS[layout.trainer]}",
     ]
+    what += too_many(machine, layout.devices)
     if machine.assumed:
         what.append(f"assumed, for the machine's file does not say: {', '.join(machine.assumed)}")
     judged = [
         verdict(found),
+        f"a step takes {interval_text(found)}",
         f"{found.tflops_per_device_model:.3g} TFLOP/s a device of the model's work, "
         f"{found.tflops_per_device_hardware:.3g} with recomputation; MFU {found.mfu:.1%} of "
         f"{machine.device.peak_bf16_tflops:g}; {found.tokens_per_s:,.0f} tokens/s",
@@ -101,6 +108,28 @@ def lines(found: Prediction, tokens: float | None) -> list[str]:
         f"bottleneck: {bottleneck(found)}",
     ]
     return [*wrapped(*what), "", *step_table(found), "", *memory_table(found), "", *wrapped(*judged)]
+
+
+def padding(model: Model) -> str:
+    """Say to what a preset's vocabulary was padded; nothing where it was not."""
+    return f", vocabulary {model.unpadded} padded to {model.shape.vocabulary}" if model.unpadded else ""
+
+
+def too_many(machine: Machine, devices: int) -> list[str]:
+    """Say that a machine has fewer devices than are planned with; nothing if it has enough, or that is not known."""
+    most = machine.nodes * machine.device.per_node
+    if not most or devices <= most:
+        return []
+    return [f"MORE DEVICES THAN THERE ARE: {devices:,}, and {machine.name} has {most:,} on {machine.nodes:,} nodes"]
+
+
+def interval_text(found: Prediction) -> str:
+    """Write '1.7 to 2.4 s, ...'."""
+    low_s, high_s = found.interval_s
+    return (
+        f"{low_s:.4g} to {high_s:.4g} s: so far off are {INSIDE:.0%} of published runs with "
+        f"{'more than' if found.layout.dp > MANY else 'up to'} {MANY} replicas, none of them of our trainer"
+    )
 
 
 def wrapped(*texts: str) -> list[str]:
@@ -194,7 +223,20 @@ def bottleneck(found: Prediction) -> str:
     if waits_s < 0.02 * step_s:
         return f"{work}; nothing else takes 2 %: only {STEP_PARTS['compute_s'][2]} would help"
     _, what, remedy = STEP_PARTS[key]
-    return f"{work}; most of the rest is {what}, {waits_s:.3g} s or {waits_s / step_s:.0%}; less with {remedy}"
+    text = f"{work}; most of the rest is {what}, {waits_s:.3g} s or {waits_s / step_s:.0%}; less with {remedy}"
+    return text + (_busiest(found) if key == "bubble_s" and found.busier > UNEVEN else "")
+
+
+def _busiest(found: Prediction) -> str:
+    """Name the stage that the others wait for, and why it works longer."""
+    vocabulary, tp = found.model.shape.vocabulary, found.layout.tp
+    text = f"; stage {found.busiest} works {found.busier:.0%} longer than the mean of all, which wait for it"
+    if vocabulary * found.layout.item_bytes % (ROW_BYTES * tp) == 0:
+        return text
+    return text + (
+        f": vocabulary {vocabulary} over tp = {tp} are no whole rows of {ROW_BYTES} bytes, so the head leaves the "
+        f"matrix units; vocab={padded_vocabulary(vocabulary)} does not"
+    )
 
 
 def as_dict(found: Prediction, tokens: float | None) -> dict[str, Any]:
@@ -202,6 +244,11 @@ def as_dict(found: Prediction, tokens: float | None) -> dict[str, Any]:
     layout, cost = found.layout, training_cost(found, tokens)
     return {
         **{key: getattr(found, key) for key in (*TIMES, *RATES)},
+        "interval_low_s": found.interval_s[0],
+        "interval_high_s": found.interval_s[1],
+        "interval_share": INSIDE,
+        "busiest_stage": found.busiest,
+        "busiest_works_longer": found.busier,
         "memory_gb_per_stage": [stage.as_gb() for stage in found.memory],
         "memory_gb_usable": found.machine.device.usable_bytes / 1e9,
         "fits": found.fits,
@@ -220,6 +267,8 @@ def as_dict(found: Prediction, tokens: float | None) -> dict[str, Any]:
         "sequence_length": found.model.sequence,
         "model": found.model.name,
         "parameters": found.model.parameters,
+        "vocabulary": found.model.shape.vocabulary,
+        "devices_of_machine": found.machine.nodes * found.machine.device.per_node,
         "machine": found.machine.name,
         "assumed_of_machine": list(found.machine.assumed),
     }
@@ -259,11 +308,12 @@ def _different(config: Config) -> dict[str, dict[str, Any]]:
 def _run_file_text(found: Prediction, nodes: int, tables: dict[str, dict[str, Any]]) -> str:
     import tomli_w
 
-    worst, device = found.largest, found.machine.device
+    worst, device, (low_s, high_s) = found.largest, found.machine.device, found.interval_s
     head = [
         f"# By `hpcllm plan` for {found.layout.devices} devices of {found.machine.name} ({nodes} node"
         f"{'s' * (nodes > 1)}). Predicted:",
-        f"#   a step {found.iteration_time_s:.4g} s, {found.tokens_per_s:,.0f} tokens/s, MFU {found.mfu:.1%}",
+        f"#   a step {found.iteration_time_s:.4g} s ({low_s:.3g} to {high_s:.3g}), {found.tokens_per_s:,.0f} tokens/s",
+        f"#   MFU {found.mfu:.1%}",
         f"#   memory {worst.device_bytes / 1e9:.1f} of {device.usable_bytes / 1e9:.1f} GB on stage {worst.stage}",
         "# `python -m hpcllm train --dry-run` checks it; keys and what they mean: hpcllm/config/schema.py.",
     ]

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from hpcllm.config.rules import divisors
+from hpcllm.config.input_files import LARGEST_TABLE_BYTES, read_text
+from hpcllm.config.rules import MOST_RANKS, divisors
 from hpcllm.config.schema import Config
 from hpcllm.errors import ConfigError, DataError, MeshError, ScheduleError
 from hpcllm.model.shapes import StageSpan, cut_layers, split_layers
@@ -32,8 +31,6 @@ from hpcllm.pipeline.actions import Placement
 from hpcllm.pipeline.checker import check
 from hpcllm.pipeline.schedules import Schedule, make_schedule, read_schedule
 from hpcllm.pipeline.timing import simulate
-
-MOST_RANKS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -127,21 +124,16 @@ def check_vocabulary(config: Config) -> None:
 
 
 def stored_vocabulary(config: Config) -> int:
-    """Size of data.store's vocabulary; nothing else of the file is read. Raises ConfigError, DataError."""
-    import h5py  # takes time to load, and is not needed where the run file says the vocabulary
+    """Size of data.store's vocabulary; no more than the front of the file is read. Raises ConfigError, DataError."""
+    from hpcllm.data.store import read_header  # takes time to load, and is not needed where the run file says it
 
     store = config.data.store
     if not store:
         raise ConfigError("data.store is missing, and model.vocabulary = 0 takes its vocabulary; set one of the two")
     try:
-        with h5py.File(store, "r", locking=False) as file:
-            return int(file.attrs["vocabulary"])
-    except Exception as error:  # whatever the library makes of another file
-        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error  # HDF5 says it longer
-        raise DataError(
-            f"cannot read the vocabulary of data.store = {store!r}: {why}; `python -m hpcllm prepare` writes a store, "
-            "and where only a plan is wanted model.vocabulary can be given instead"
-        ) from error
+        return read_header(store).vocabulary
+    except DataError as error:
+        raise DataError(f"{error}; where only a plan is wanted model.vocabulary can be given instead") from error
 
 
 def recompute_levels(config: Config, placement: Placement) -> list[str]:
@@ -159,8 +151,8 @@ def schedule_file_text(config: Config) -> str:
     """Text of pipeline.file; empty if the run file names none. Raises ScheduleError."""
     file = config.pipeline.file
     try:
-        return Path(file).read_text(encoding="utf-8") if file else ""
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(file, LARGEST_TABLE_BYTES) if file else ""
+    except ValueError as error:
         raise ScheduleError(f"cannot read pipeline.file = {file!r}: {error}") from error
 
 

@@ -31,7 +31,7 @@ from hpcllm.mpi import buffers
 from hpcllm.mpi.wait import name_rank
 from hpcllm.preflight.collect import Communicators
 from hpcllm.preflight.facts import Allocation
-from hpcllm.preflight.findings import SLOW_SHARE, Finding, Severity, slow_ones, without
+from hpcllm.preflight.findings import Finding, severity_of, slow_ones, without
 from hpcllm.preflight.page import Measured
 from hpcllm.system import device
 from hpcllm.system.hardware.pci_devices import RDMA
@@ -129,9 +129,9 @@ def judge_nodes(table: NDArray[np.float64], allocation: Allocation, memory: str)
     findings = []
     for which, share in slow_ones(rates):
         name = allocation.nodes[which].name
-        severity: Severity = "slow" if share >= SLOW_SHARE else "note"
         what = f"node {name}: {100 * share:.0f} % slow in messages ({rates[which]:.3g} GB/s each way)"
-        findings.append(Finding(severity, what, f"node {name}, the best of its rounds", without(allocation, [name])))
+        where, fix = f"node {name}, the best of its rounds", without(allocation, [name])
+        findings.append(Finding(severity_of(share, rates), what, where, fix))
     usual = statistics.median(rates)
     findings += _missing_cards(allocation, usual)
     text = (

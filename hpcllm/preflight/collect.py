@@ -36,7 +36,7 @@ import hpcllm
 from hpcllm.errors import HpcllmError
 from hpcllm.mpi.collective_errors import on_all
 from hpcllm.mpi.gpu_aware import mpi_libraries
-from hpcllm.mpi.wait import Waits
+from hpcllm.mpi.wait import Waits, name_members
 from hpcllm.preflight.facts import Allocation, Device, Gauges, Library, Node, NodeFacts, RankFacts
 from hpcllm.system import device
 from hpcllm.system.device import VISIBILITY
@@ -72,7 +72,7 @@ class Communicators:
 
     def arrive(self, what: str) -> None:
         """Return when all ranks are here. Collective over world. Raises StallError."""
-        self.waits.all([self.world.Ibarrier()], lambda: f"all {self.world.size} ranks {what}")
+        self.waits.all([self.world.Ibarrier()], lambda: f"{name_members(self.world)} {what}")
 
     def free(self) -> None:
         """Collective over world."""
@@ -83,6 +83,7 @@ class Communicators:
 
 def open_communicators(world: MPI.Intracomm, waits: Waits) -> Communicators:
     """Collective over world."""
+    waits.all([world.Ibarrier()], lambda: f"{name_members(world)} to begin")
     node = MPI.Intracomm(world.Split_type(MPI.COMM_TYPE_SHARED, world.rank))
     leaders = MPI.Intracomm(world.Split(0 if node.rank == 0 else MPI.UNDEFINED, world.rank))
     return Communicators(world, node, leaders, waits)

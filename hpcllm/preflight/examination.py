@@ -13,9 +13,8 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from mpi4py import MPI
@@ -25,7 +24,7 @@ from hpcllm.config.schema import Config
 from hpcllm.errors import HpcllmError
 from hpcllm.mpi.collective_errors import on_root
 from hpcllm.mpi.gpu_aware import DeviceAccess, gpu_aware
-from hpcllm.mpi.wait import Waits
+from hpcllm.mpi.wait import Waits, job_waits
 from hpcllm.mpi.watchdog import open_watchdog
 from hpcllm.preflight import bandwidth, codec_test, matrix, storage
 from hpcllm.preflight.checks import check
@@ -39,7 +38,6 @@ from hpcllm.system.affinity import Affinity, set_affinity
 from hpcllm.system.hardware.node import allowed_cores, busy_s
 from hpcllm.system.slurm import batch_job
 
-T = TypeVar("T")
 LIMIT_S = 60.0  # of one wait: after that, who does not answer is named
 LOOK_S = 0.3  # at what other programs do
 SHORT_S = 600.0  # of time left in the job
@@ -50,7 +48,7 @@ def start(world: MPI.Intracomm, wanted: str, limit_s: float) -> Affinity:
 
     wanted: run.device. limit_s: of waits. Raises ConfigError, StallError, and HpcllmError where a run would break.
     """
-    comms = open_communicators(world, Waits(limit_s))
+    comms = open_communicators(world, Waits(limit_s, observer=job_waits.observer))
     mine = facts_of_all(comms, wanted)
     allocation = find_allocation(comms, mine)
     on_root(world, lambda: _say(check(allocation) if allocation else []))
@@ -116,25 +114,43 @@ def _others(comms: Communicators) -> float:
 def _measure(
     comms: Communicators, chosen: torch.device, config: Config | None, allocation: Allocation | None
 ) -> list[Measured]:
-    """Collective over comms.world."""
+    """Measure all there is to measure. Collective over comms.world.
 
-    def said(name: str, step: Callable[[], T]) -> T:
+    What finds somebody slow is measured once more, and the second result counts: other jobs' traffic comes and goes.
+    """
+
+    def tell(name: str) -> None:
         if comms.world.rank == 0:
             print(f"hpcllm: preflight: {name} ...", file=sys.stderr, flush=True)
-        return step()
+
+    def measure(name: str, step: Callable[[], Sequence[Measured | None]]) -> list[Measured]:
+        for again in ("", " again, as some looked slow"):
+            tell(f"{name}{again}")
+            found = [one for one in step() if one]
+            is_slow = any(finding.severity == "slow" for one in found for finding in one.findings)
+            if not comms.world.allreduce(is_slow, MPI.LOR):
+                break
+        return found
 
     folder = nearest(Path(config.run.folder)) if config else Path.cwd()
     wanted = config.communication.gpu_aware if config else "auto"
     reach = None
     if comms.world.allreduce(chosen.type != "cpu", MPI.LOR):
-        reach = said("device memory in messages", lambda: gpu_aware(comms.world, chosen, wanted))
+        tell("device memory in messages")
+        reach = gpu_aware(comms.world, chosen, wanted)
     where = chosen if reach and reach.direct else torch.device("cpu")
-    products = said(f"matrix products, {matrix.BUDGET_S:g} s", lambda: matrix.measure(comms, chosen, allocation))
-    messages = said(f"messages, {bandwidth.BUDGET_S:g} s a round", lambda: bandwidth.measure(comms, where, allocation))
-    files = said(f"files, at most {2 * storage.BUDGET_S:g} s", lambda: storage.measure(comms, folder, allocation))
-    codecs = said(f"codecs, at most {codec_test.BUDGET_S:g} s", lambda: codec_test.measure(comms, chosen, allocation))
+    measured = measure(f"matrix products, {matrix.BUDGET_S:g} s", lambda: [matrix.measure(comms, chosen, allocation)])
+    measured += measure(
+        f"messages, {bandwidth.BUDGET_S:g} s a round", lambda: bandwidth.measure(comms, where, allocation)
+    )
+    measured += measure(
+        f"files, at most {2 * storage.BUDGET_S:g} s", lambda: [storage.measure(comms, folder, allocation)]
+    )
+    measured += measure(
+        f"codecs, at most {codec_test.BUDGET_S:g} s", lambda: [codec_test.measure(comms, chosen, allocation)]
+    )
     judged = _judged(reach, allocation) if reach and allocation else None
-    return [one for one in (judged, products, *messages, files, codecs) if one]
+    return [*([judged] if judged else []), *measured]
 
 
 def _judged(reach: DeviceAccess, allocation: Allocation) -> Measured:

@@ -7,7 +7,7 @@ Some faults are ranks or nodes that are slower than the others, beyond their sca
     scatter = 1.4826 x median of the distances to the median: that of a normal distribution, whatever a few do
 
 Source: Leys et al. 2013, "Detecting outliers", J. Exp. Soc. Psychol. 49. With two values nobody is in the middle: the
-slower one is compared with the faster.
+slower one is compared with the faster, and which of them is as it should be nobody can tell: a note, no fault.
 """
 
 from __future__ import annotations
@@ -127,6 +127,12 @@ def without(allocation: Allocation, names: Sequence[str]) -> str:
 LEAST_SHARE = 0.10  # slower than that is told,
 SLOW_SHARE = 0.25  # and than that is a finding that ends with exit code 1: all ranks wait for the slowest
 _SCATTERS = 5 * 1.4826
+
+
+def severity_of(share: float, speeds: Sequence[float]) -> Severity:
+    """Judge one of slow_ones(speeds), which lacks this share: "slow" needs at least three that were measured."""
+    compared = sum(not math.isnan(speed) for speed in speeds)
+    return "slow" if share >= SLOW_SHARE and compared > 2 else "note"
 
 
 def slow_ones(speeds: Sequence[float]) -> list[tuple[int, float]]:

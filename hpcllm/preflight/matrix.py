@@ -16,7 +16,7 @@ import torch
 
 from hpcllm.preflight.collect import Communicators
 from hpcllm.preflight.facts import Allocation
-from hpcllm.preflight.findings import MOST_NODES, SLOW_SHARE, Finding, slow_ones, without
+from hpcllm.preflight.findings import MOST_NODES, Finding, severity_of, slow_ones, without
 from hpcllm.preflight.page import Measured
 from hpcllm.system import device
 from hpcllm.system.slurm import nodes_text
@@ -70,7 +70,7 @@ def judge(speeds: Sequence[float], kind: str, allocation: Allocation) -> Measure
         by_node[names[rank]] = max(worst, share), [*ranks, rank]
     findings = [
         Finding(
-            "slow" if share >= SLOW_SHARE else "note",
+            severity_of(share, speeds),
             f"{f'node {name}: ' if several else ''}{100 * share:.0f} % slow in matrix products",
             f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:MOST_FINDINGS]))} on {name}",
             without(allocation, [name]),

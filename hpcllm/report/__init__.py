@@ -4,5 +4,6 @@
                   log.jsonl           |                           |        `-- page.py, page.html.jinja --> HTML
                   run.toml, trace/    `-- figures.py: images      `-- --json
 
-The page has no scripts and asks for nothing from elsewhere: it can be mailed, printed and kept.
+headline.py says the run in a few sentences. hover.js, inside the page, shows values under the pointer; the page asks
+for nothing from elsewhere: it can be mailed, printed and kept.
 """

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hpcllm.report.facts import QUANTITIES
-from hpcllm.report.figures import Curve, Panel, curves
+from hpcllm.report.figures import Curve, Panel, curves, raw_and_smoothed
 from hpcllm.report.page import Block, Section, Table, Text
 from hpcllm.report.run_folder import History, Run, number
 from hpcllm.report.sections import TRAFFIC_HEAD, time_blocks, traffic_rows
@@ -33,7 +33,7 @@ def comparison(runs: Sequence[Run], facts: Sequence[Mapping[str, Any]], log_x: b
         return curves(alt, panels, log_x=log_x, caption="; ".join(names))
 
     loss = [
-        panel("training loss, nats a token", lambda history: history.loss, from_zero=False),
+        _loss_panel(runs),
         panel("validation loss", _validation, from_zero=False, dots=True),
     ]
     speed = [
@@ -52,6 +52,11 @@ def comparison(runs: Sequence[Run], facts: Sequence[Mapping[str, Any]], log_x: b
         Section("Where the time goes", time_blocks({letter(k): run.history for k, run in enumerate(runs)})),
         Section("Energy", figure("energy of each run", logged("kWh, so far", "energy_kwh"))),
     ]
+
+
+def _loss_panel(runs: Sequence[Run]) -> Panel:
+    lines = [curve for k, run in enumerate(runs) for curve in raw_and_smoothed(*run.history.loss, k, letter(k))]
+    return Panel("training loss, nats a token", lines)
 
 
 def letter(number: int) -> str:

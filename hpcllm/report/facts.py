@@ -20,6 +20,16 @@ from hpcllm.system.energy.account import HOURS, WORDS
 from hpcllm.system.text import percent, size_text
 from hpcllm.training.step_timer import BETWEEN, PARTS
 
+
+@dataclass(frozen=True)
+class Progress:
+    """Tokens of a step, and hours since the start: exact at `steps`, between them a line."""
+
+    tokens_per_step: int | None
+    steps: Sequence[float]
+    hours: Sequence[float]
+
+
 TIMES = tuple(f"time_{part}_s" for part in (*PARTS, *BETWEEN))
 SUMS = ("node_hours", *HOURS.values(), "energy_kwh", "energy_gpus_kwh", "tokens_per_kwh", "cost")
 
@@ -34,10 +44,44 @@ def facts(run: Run) -> dict[str, Any]:
     return {key: value for key, value in found.items() if _is_known(value)}
 
 
+def settled(history: History) -> list[Record]:
+    """Logged steps without the first of each start, in which libraries load and kernels compile; else all."""
+    found, starts = list[Record](), [0, *(start["step"] for start in history.starts)]
+    begun = -1  # starts whose first record has come
+    for record in history.steps:
+        since = sum(start < record["step"] for start in starts)
+        if since == begun:
+            found.append(record)
+        begun = since
+    return found or history.steps
+
+
+def progress(history: History, tokens_per_step: int | None) -> Progress:
+    """Tokens and hours at each logged step. The clock counts all starts, with what was lost between two of them."""
+    steps, hours, passed, before = [0.0], [0.0], 0.0, {"step": 0, "node_hours": 0.0}
+    for record in history.steps:
+        if "node_hours" in record:
+            starts = [start["start"] for start in history.starts if start["step"] < record["step"]]
+            nodes = number(starts[-1].get("nodes", 1)) if starts else 1.0
+            passed += max(0.0, number(record["node_hours"]) - before["node_hours"]) / nodes
+        else:
+            passed += number(record.get("step_s", 0)) * max(0, record["step"] - before["step"]) / 3600
+        if math.isfinite(passed):
+            steps.append(float(record["step"]))
+            hours.append(passed)
+        before = {"step": record["step"], "node_hours": number(record.get("node_hours", 0))}
+    return Progress(tokens_per_step, steps, hours)
+
+
+def tokens_of(run: Run) -> int | None:
+    """Tokens of a step; None if the run file does not say."""
+    sizes = (run.key("data", "global_batch"), run.key("data", "sequence_length"))
+    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else None
+
+
 def time_split(history: History) -> dict[str, float]:
-    """Mean seconds a step by part, over what was logged without the first record, in which things are compiled."""
-    records = [record for record in history.steps if TIMES[0] in record]
-    records = records[1:] if len(records) > 1 else records
+    """Mean seconds a step by part, without the start-up."""
+    records = [record for record in settled(history) if TIMES[0] in record]
     parts = {key[5:-2]: _mean([number(record.get(key)) for record in records]) for key in TIMES}
     return {part: time_s for part, time_s in parts.items() if math.isfinite(time_s)}
 
@@ -82,9 +126,10 @@ def ago(seconds: float) -> str:
 
 
 def _progress(run: Run) -> dict[str, Any]:
-    step, data = last_step(run.history), (run.key("data", "global_batch"), run.key("data", "sequence_length"))
-    tokens = step * data[0] * data[1] if all(isinstance(size, int) for size in data) else None
-    return {"state": state(run), "step": step, "steps": run.key("run", "steps"), "tokens": tokens}
+    step, size = last_step(run.history), tokens_of(run)
+    tokens, hours = size and step * size, progress(run.history, None).hours[-1]
+    keys = {"state": state(run), "step": step, "steps": run.key("run", "steps"), "tokens": tokens}
+    return keys | {"hours": hours or None}
 
 
 def _size(run: Run) -> dict[str, Any]:
@@ -114,7 +159,8 @@ def _loss(history: History) -> dict[str, Any]:
 
 def _speed(history: History) -> dict[str, Any]:
     keys = ("step_s", "tokens_per_s", "tflops_per_device", "mfu", "communication_share")
-    found = {f"median_{key}": _median(history.column(key)[1]) for key in keys}
+    records = settled(history)
+    found = {f"median_{key}": _median([number(record.get(key)) for record in records]) for key in keys}
     memory = [value for value in history.column("memory_gb")[1] if math.isfinite(value)]
     return found | {"memory_gb": max(memory, default=None)}
 
@@ -173,11 +219,24 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
+def time_text(hours: float) -> str:
+    """'2.5 minutes'."""
+    unit, size = time_unit(hours)
+    return f"{short(hours / size)} {unit}"
+
+
+def time_unit(hours: float) -> tuple[str, float]:
+    """Unit that suits a time, and its length in hours."""
+    units = (("days", 24.0), ("hours", 1.0), ("minutes", 1 / 60))
+    return next(((unit, size) for unit, size in units if hours >= 2 * size), ("seconds", 1 / 3600))
+
+
 def _digits4(value: float) -> str:
     return f"{value:.4f}"
 
 
-def _large(value: float) -> str:
+def large(value: float) -> str:
+    """'1.32 M'."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.4g} {unit}"
@@ -192,8 +251,9 @@ def mesh_text(value: Any) -> str:
 QUANTITIES = (
     Quantity("state", "state"),
     Quantity("step", "steps made", count),
-    Quantity("parameters", "parameters", _large),
-    Quantity("tokens", "tokens trained on", _large),
+    Quantity("parameters", "parameters", large),
+    Quantity("tokens", "tokens trained on", large),
+    Quantity("hours", "time, all starts", time_text),
     Quantity("ranks", "ranks", count),
     Quantity("mesh", "mesh", mesh_text),
     Quantity("nodes", "nodes", count),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import ClassVar
 
 from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 
 from hpcllm.system.text import printable
 
@@ -30,6 +33,14 @@ class Pairs:
 
 
 @dataclass(frozen=True)
+class Tiles:
+    """Large numbers beside each other: name, value, what stands below it."""
+
+    kind: ClassVar = "tiles"
+    rows: Sequence[tuple[str, str, str]]
+
+
+@dataclass(frozen=True)
 class Table:
     """A table whose first column is text and whose others are numbers."""
 
@@ -37,6 +48,7 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     best: frozenset[tuple[int, int]] = frozenset()  # (row, column) of cells that are marked
+    summary: str = ""  # folded away under it
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,7 @@ class Figure:
     alt: str  # what it shows, for who cannot see it
     caption: str = ""
     wide: bool = False  # in its own width, however narrow the page
+    hover: str = ""  # JSON of its curves for hover.js
 
 
 @dataclass(frozen=True)
@@ -57,9 +70,10 @@ class Verbatim:
     kind: ClassVar = "verbatim"
     text: str
     summary: str = ""
+    open: bool = False  # unfolded at first
 
 
-Block = Text | Pairs | Table | Figure | Verbatim
+Block = Text | Pairs | Tiles | Table | Figure | Verbatim
 
 
 @dataclass(frozen=True)
@@ -79,6 +93,11 @@ def render(title: str, lead: Sequence[Block], sections: Sequence[Section]) -> st
     """HTML of the page. lead: blocks below the title."""
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters["printable"] = printable
-    template = resources.files("hpcllm.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
+    template, script = (
+        resources.files("hpcllm.report").joinpath(name).read_text(encoding="utf-8")
+        for name in ("page.html.jinja", "hover.js")
+    )
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()  # the browser runs this script alone
     shown = [section for section in sections if section.blocks]
-    return environment.from_string(template).render(title=title, lead=lead, sections=shown) + "\n"
+    page = environment.from_string(template)
+    return page.render(title=title, lead=lead, sections=shown, script=Markup(script), digest=digest) + "\n"

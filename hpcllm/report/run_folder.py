@@ -1,4 +1,4 @@
-"""A run folder as a report reads it: its log, its run file, its traces. Whatever is missing is said, not rejected.
+"""A run folder as a report reads it: log, run file, traces, generated text. Whatever is missing is said, not rejected.
 
     {"step": 0, "start": {...}}                    a start: machine, versions, layout
     {"step": 1, "parameters_memory_bytes": ...}    memory, once a start
@@ -16,20 +16,26 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import time
 import tomllib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpcllm.config.input_files import LARGEST_TABLE_BYTES, open_regular, read_bytes
+from hpcllm.config.rules import MOST_RANKS
 from hpcllm.errors import DataError
+from hpcllm.system import json_lines
+from hpcllm.system.json_lines import record_of
 from hpcllm.system.text import printable_path
 
 Record = dict[str, Any]
 MOST_STEPS = 4000  # records; a picture has about a thousand points
+LARGEST = 1e100  # no number of a log comes near it, and sums and squares of such numbers are floats
 MOST_NAMED = 8  # runs, in the message of an error
 IS_STEP = b'"loss": '
 _STEP, _LOSS = re.compile(rb'"step": (\d+)'), re.compile(rb'"loss": ([^,}\s]+)')
@@ -77,7 +83,7 @@ def read_log(path: Path) -> History:
             _note_loss(history, line)
             if history.logged % history.every and history.logged < total:
                 continue  # the newest one is always kept
-        record = _record(line)
+        record = record_of(line)
         if record is None:
             history.broken += 1
         else:
@@ -86,7 +92,7 @@ def read_log(path: Path) -> History:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         yield from filter(bytes.strip, file)
 
 
@@ -95,29 +101,23 @@ def _is_step(line: bytes) -> bool:
     return IS_STEP in line and line.rstrip().endswith(b"}")
 
 
-def _record(line: bytes) -> Record | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    is_one = isinstance(record, dict) and isinstance(record.get("step"), int)
-    return record if is_one else None
-
-
 def _note_loss(history: History, line: bytes) -> None:
     step, loss = _STEP.search(line), _LOSS.search(line)
     if not (step and loss):
         return
     try:
-        history.loss[1].append(float(loss[1]))  # NaN and Infinity as Python's json writes them
+        value = float(loss[1])  # NaN and Infinity as Python's json writes them
     except ValueError:
         return
-    history.loss[0].append(float(step[1]))
+    if float(step[1]) < json_lines.MOST_STEPS:
+        history.loss[1].append(math.nan if LARGEST <= abs(value) < math.inf else value)
+        history.loss[0].append(float(step[1]))
     history.overflows += b'"grad_norm": null' in line
 
 
 def _file(history: History, record: Record) -> None:
     """Add a record to those of its kind; one of no known kind was written by another version and is left out."""
+    record = _sound(record)
     if "loss" in record:
         history.steps.append(record)
     elif "validation_loss" in record:
@@ -132,6 +132,34 @@ def _file(history: History, record: Record) -> None:
         history.ends.append(record)
 
 
+def _sound(record: Record) -> Record:
+    """Leave out what no run writes: numbers that are no floats, and tables of another shape than the page takes."""
+    return {key: _bounded(value) for key, value in record.items() if KINDS.get(key, lambda _: True)(value)}
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _sound(value)
+    if isinstance(value, list):
+        return [_bounded(item) for item in value]
+    is_number = type(value) in (int, float)
+    return math.nan if is_number and not abs(value) < LARGEST else value
+
+
+def _is_mesh(value: Any) -> bool:
+    """True for {"dp": 4, "pp": 2, "tp": 1} of so many ranks as a job can have."""
+    sizes = list(value.values()) if isinstance(value, dict) and set(value) == {"dp", "pp", "tp"} else [0]
+    return all(type(size) is int and 1 <= size <= MOST_RANKS for size in sizes) and math.prod(sizes) <= MOST_RANKS
+
+
+KINDS: dict[str, Callable[[Any], bool]] = {  # key of a record, or of a table in it -> may it be so?
+    "mesh": _is_mesh,
+    "slurm": lambda value: isinstance(value, dict),
+    "versions": lambda value: isinstance(value, dict),
+    "memory_stages": lambda value: isinstance(value, list) and all(isinstance(stage, dict) for stage in value),
+}
+
+
 @dataclass(frozen=True)
 class Run:
     """A run; two of a report never have the same name."""
@@ -142,6 +170,7 @@ class Run:
     tables: dict[str, Any]  # what it says; {} if it is no TOML
     history: History
     traces: tuple[Path, ...]
+    samples: tuple[tuple[Path, Record], ...]  # samples/*.json, as `generate --json` makes them
     age_s: float  # since the last line of the log was written
 
     def key(self, table: str, key: str) -> Any:
@@ -164,12 +193,29 @@ def _read(folder: Path, name: str) -> Run:
         raise DataError(_what_is_wrong(folder)) from error
     except OSError as error:
         raise DataError(f"cannot read {str(log)!r}: {error.strerror}") from error
+    except ValueError as error:
+        raise DataError(f"cannot read {str(log)!r}: {error}") from error
     text = _text(folder / "run.toml")
     try:
         tables = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         tables = {}
-    return Run(folder, name, text, tables, history, tuple(sorted(folder.glob("trace/step_*.json"))), age_s)
+    traces = tuple(sorted(folder.glob("trace/step_*.json")))
+    return Run(folder, name, text, tables, history, traces, _samples(folder), age_s)
+
+
+def _samples(folder: Path) -> tuple[tuple[Path, Record], ...]:
+    """Generated texts, the oldest first; a file of anything else is passed over."""
+    found = []
+    for path in sorted(folder.glob("samples/*.json"), key=lambda path: (path.stat().st_mtime, path.name)):
+        try:
+            sample = json.loads(_text(path))
+        except (ValueError, RecursionError):
+            continue
+        kinds = {"prompt": str, "text": str, "tokens": int}
+        if isinstance(sample, dict) and all(isinstance(sample.get(key), kind) for key, kind in kinds.items()):
+            found.append((path, sample))
+    return tuple(found)
 
 
 def _distinct(names: list[str], folders: list[Path]) -> list[str]:
@@ -183,8 +229,8 @@ def _distinct(names: list[str], folders: list[Path]) -> list[str]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return read_bytes(path, LARGEST_TABLE_BYTES).decode("utf-8", errors="replace")
+    except ValueError:
         return ""
 
 

@@ -14,18 +14,31 @@ from hpcllm.mpi.rank_names import name_ranks
 from hpcllm.pipeline.explain import explain, explanation_lines, explanation_panels
 from hpcllm.pipeline.measured import read_trace
 from hpcllm.pipeline.picture import draw
-from hpcllm.plotting import data_uris
+from hpcllm.plotting import can_draw, data_uris
 from hpcllm.report import figures
-from hpcllm.report.facts import mesh_text, short, summary_rows, time_split, traffic
-from hpcllm.report.figures import Curve, Panel, curves
+from hpcllm.report.facts import (
+    Progress,
+    large,
+    mesh_text,
+    progress,
+    short,
+    summary_rows,
+    time_split,
+    time_text,
+    tokens_of,
+    traffic,
+)
+from hpcllm.report.figures import Curve, Panel, curves, raw_and_smoothed
 from hpcllm.report.page import Block, Figure, Pairs, Section, Table, Text, Verbatim
 from hpcllm.report.run_folder import History, Record, Run, number
 from hpcllm.system.energy.account import WORDS
-from hpcllm.system.text import percent, size_text
+from hpcllm.system.text import counted, percent, size_text
 
 NO_STEPS = "No step has been logged yet."
 MOST_STAGES_DRAWN = 12  # the table has all
 MOST_ROWS = 12  # of checkpoints and starts, the newest
+MOST_SAMPLES = 4
+LOSS_HEAD = ("step", "tokens", "time", "training loss", "held-out loss", "tokens/s")
 MOST_TRACES, MOST_TRACE_BYTES, MOST_TRACE_RANKS, TRACE_COLUMNS = 3, 16 << 20, 64, 100
 TRAFFIC_HEAD = ("bytes a step, all ranks", "as sent", "ratio")
 CHECKPOINT_COLUMNS = {
@@ -39,19 +52,20 @@ CHECKPOINT_COLUMNS = {
 def sections(run: Run, facts: Mapping[str, Any], log_x: bool) -> list[Section]:
     """All sections of a run."""
     history = run.history
-    resumes = [float(start["step"]) for start in history.starts[1:]]
+    resumes, along = [float(start["step"]) for start in history.starts[1:]], progress(history, tokens_of(run))
     run_file = Verbatim(run.run_file) if run.run_file else Text("There is no run.toml.")
     return [
-        Section("Summary", [Pairs(summary_rows(facts)), Text(_log_note(history), faint=True)]),
-        Section("Loss", _loss(history, resumes, log_x)),
-        Section("Learning rate and gradient norm", _optimizer(history, resumes, log_x)),
-        Section("Throughput", _throughput(history, resumes, log_x)),
+        Section("Loss", _loss(history, resumes, log_x, along)),
+        Section("Generated text", _samples(run)),
+        Section("Where the time goes", time_blocks({"": history}, along)),
+        Section("Throughput", _throughput(history, resumes, log_x, along)),
+        Section("Learning rate and gradient norm", _optimizer(history, resumes, log_x, along)),
         Section("Communication", _traffic(history, resumes)),
-        Section("Where the time goes", time_blocks({"": history})),
         Section("Memory", _memory(run)),
         Section("Energy and cost", _energy(history, facts, resumes)),
         Section("Pipeline", [block for path in run.traces[-MOST_TRACES:] for block in _trace(path)]),
         Section("Checkpoints and starts", _checkpoints(history)),
+        Section("All numbers", [Pairs(summary_rows(facts)), Text(_log_note(history), faint=True)]),
         Section("Machine", _machine(history)),
         Section("Run file", [run_file]),
     ]
@@ -66,19 +80,52 @@ def _log_note(history: History) -> str:
     return "; ".join(found) + "."
 
 
-def _loss(history: History, resumes: list[float], log_x: bool) -> list[Block]:
+def _loss(history: History, resumes: list[float], log_x: bool, along: Progress) -> list[Block]:
     checks = [record for record in history.validations if math.isfinite(number(record["validation_loss"]))]
-    lines = [Curve(*history.loss, 0, "training")]
+    lines = raw_and_smoothed(*history.loss, 0, "training")
+    note = "Faint: as logged; the line is a mean of neighbours." if len(lines) > 1 else ""
     if checks:
         steps, losses = [r["step"] for r in checks], [r["validation_loss"] for r in checks]
         lines.append(Curve(steps, losses, 1, "validation", dots=True))
-    found: list[Block] = [*curves("loss over the steps", [Panel("loss, nats a token", lines)], resumes, log_x)]
+    panels = [Panel("loss, nats a token", lines)]
+    found: list[Block] = [*curves("loss over the steps", panels, resumes, log_x, note, along)]
     bad = sum(not math.isfinite(loss) for loss in history.loss[1])
-    note = [Text(f"{bad} logged step(s) had a loss that is no number.")] if bad else []
-    return [*(found or [Text(NO_STEPS)]), *note]
+    told = [Text(f"{bad} logged step(s) had a loss that is no number.")] if bad else []
+    table = [_loss_table(history, checks, along, bool(found))] if history.steps else []
+    return [*(found if history.loss[0] else [Text(NO_STEPS)]), *told, *table]
 
 
-def _optimizer(history: History, resumes: list[float], log_x: bool) -> list[Block]:
+def _loss_table(history: History, checks: list[Record], along: Progress, is_drawn: bool) -> Table:
+    """Loss and speed at steps spread over the run, the last among them; folded away below a picture."""
+    last, shown = len(history.steps) - 1, min(MOST_ROWS, len(history.steps))
+    records = [history.steps[k * last // max(1, shown - 1)] for k in range(shown)]
+    rows = []
+    for record in records:
+        step = record["step"]
+        held_out = [check["validation_loss"] for check in checks if check["step"] <= step][-1:]
+        hours = [hours for at, hours in zip(along.steps, along.hours, strict=True) if at <= step][-1:]
+        rows.append(
+            [
+                f"{step:,}",
+                large(step * along.tokens_per_step) if along.tokens_per_step else "",
+                *(time_text(value) for value in hours),
+                f"{number(record['loss']):.4f}",
+                f"{held_out[0]:.4f}" if held_out else "",
+                short(number(record.get("tokens_per_s"))),
+            ]
+        )
+    return Table(LOSS_HEAD, rows, summary="as a table" if is_drawn else "")
+
+
+def _samples(run: Run) -> list[Block]:
+    """Text that `generate` made of the run's checkpoints, the newest few."""
+    return [
+        Verbatim(f"{sample['prompt']}{sample['text']}", f"{path.stem}: {counted(sample['tokens'], 'token')}", open=True)
+        for path, sample in run.samples[-MOST_SAMPLES:]
+    ]
+
+
+def _optimizer(history: History, resumes: list[float], log_x: bool, along: Progress) -> list[Block]:
     panels = [
         Panel("learning rate", [Curve(*history.column("learning_rate"))], from_zero=True),
         Panel("gradient norm", [Curve(*history.column("grad_norm"))], from_zero=True),
@@ -86,11 +133,11 @@ def _optimizer(history: History, resumes: list[float], log_x: bool) -> list[Bloc
     if "loss_scale" in history.last:
         panels.append(Panel("loss scale", [Curve(*history.column("loss_scale"))], log=True))
     note = f"{history.overflows} logged step(s) had gradients that overflowed; they are gaps in the curve."
-    shown = curves("learning rate and gradient norm over the steps", panels, resumes, log_x)
+    shown = curves("learning rate and gradient norm over the steps", panels, resumes, log_x, progress=along)
     return [*shown, *([Text(note)] if history.overflows else [])]
 
 
-def _throughput(history: History, resumes: list[float], log_x: bool) -> list[Block]:
+def _throughput(history: History, resumes: list[float], log_x: bool, along: Progress) -> list[Block]:
     panels = [
         Panel("tokens/s, all ranks", [Curve(*history.column("tokens_per_s"))], from_zero=True),
         Panel("TFLOP/s a rank", [Curve(*history.column("tflops_per_device"))], from_zero=True),
@@ -99,7 +146,7 @@ def _throughput(history: History, resumes: list[float], log_x: bool) -> list[Blo
     if mfu:
         panels.append(Panel("MFU, %", [Curve(steps, [100 * value for value in mfu])], from_zero=True))
     note = "MFU is not known: run.machine names no machine whose peak could be divided by."
-    shown = curves("tokens and operations a second over the steps", panels, resumes, log_x)
+    shown = curves("tokens and operations a second over the steps", panels, resumes, log_x, progress=along)
     return [*shown, *([] if mfu or not history.steps else [Text(note, faint=True)])]
 
 
@@ -130,13 +177,16 @@ def traffic_rows(history: History, name: str = "") -> list[list[str]]:
     ]
 
 
-def time_blocks(histories: Mapping[str, History]) -> list[Block]:
-    """Seconds of a step by part, a bar a run; of one run, whose name is not shown, also over its steps."""
+def time_blocks(histories: Mapping[str, History], along: Progress | None = None) -> list[Block]:
+    """Seconds of a step by part, a bar a run; of one run, whose name is not shown, also over its steps.
+
+    along: of one run.
+    """
     splits = {name: split for name, history in histories.items() if (split := time_split(history))}
     if not splits:
         return [Text("The log does not say where the time of its steps went; it was written by an older version.")]
     is_one = len(histories) == 1
-    over_steps = figures.time_over_steps(next(iter(histories.values()))) if is_one else []
+    over_steps = figures.time_over_steps(next(iter(histories.values())), along) if along else []
     bars = figures.time_bars({name or "mean": split for name, split in splits.items()}, legend=not over_steps)
     rows = []
     for part, (label, _) in figures.TIMES.items():
@@ -145,8 +195,9 @@ def time_blocks(histories: Mapping[str, History]) -> list[Block]:
             seconds = [f"{split.get(part, 0):.3g}" for split in splits.values()]
             rows.append([label, *seconds, *(shares if is_one else [])])
     note = (
-        "Means over the ranks. The bubble is what the schedule idles by itself, at most what was waited; reading, "
-        "computing and waiting make a step, and logs, checkpoints and validation lie between steps."
+        "Means over the ranks, without the first logged step of each start. The bubble is what the schedule idles by "
+        "itself, at most what was waited; reading, computing and waiting make a step, and logs, checkpoints and "
+        "validation lie between steps."
     )
     head = ["", "seconds a step", "share"] if is_one else ["seconds a step", *splits]
     return [*over_steps, *bars, Table(head, rows), Text(note, faint=True)]
@@ -227,7 +278,7 @@ def _trace(path: Path) -> list[Block]:
         return [Text(f"{path.name}: {error}")]
     told = Verbatim("\n".join(explanation_lines(explanations, TRACE_COLUMNS)), f"{path.name} explained")
     panels = explanation_panels(explanations)
-    if len(panels[0].rows) > MOST_TRACE_RANKS:
+    if len(panels[0].rows) > MOST_TRACE_RANKS or not can_draw():
         return [told]
     with draw(panels, "ms").figure() as made:
         return [Figure(data_uris(made, themes=False), f"pipeline, {path.name}", wide=True), told]

@@ -5,11 +5,17 @@ many processes                   MPI, as any other command; whoever launched the
 every rank fails, knowingly      rank 0 says it once, all leave with its exit code
 one rank fails alone             it says who it is and why, and ends the whole job at once (MPI_Abort)
 one rank stops answering         rank 0 says who waits for whom and ends the job (mpi/watchdog.py)
+MPI itself does not return       the rank says from which call, and ends the job (mpi/stuck_calls.py)
+the abort does not end it        the rank ends itself, and the launch script ends mpirun
 SIGTERM, SIGUSR1, Ctrl-C         a flag; the loop finishes its step, saves, and leaves: TO_BE_CONTINUED
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import faulthandler
+import importlib
 import os
 import signal
 import sys
@@ -18,17 +24,25 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcllm.errors import HpcllmError, UserError
+from hpcllm.system.output import error_line
+from hpcllm.system.text import harmless
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+T = TypeVar("T")
+WAIT_LIMIT_S = 600.0  # of a command's waits for other ranks, as limits.stall_s of a run
 TO_BE_CONTINUED = 75  # exit code of a run that stopped with a checkpoint; EX_TEMPFAIL of sysexits.h: try again
 INSIST_S = 1.0  # one Ctrl-C may reach a rank twice, from the terminal and from the launcher
 GATHER_LIMIT_S = 2.0  # for ranks that make the same mistake to find each other
+ABORT_S = 5.0  # for an abort to end this process; with a link down Open MPI's never returns
+ABORT_FILE = "HPCLLM_ABORTED"  # variable: a file for the exit code, by which launch.sh ends an mpirun that stays
 FORWARD_S = 0.5  # for the launcher to pass our last words on: an abort can overtake them
 # where launchers say how many ranks they started: Open MPI and PRRTE, MPICH and Cray PALS, srun
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -48,28 +62,30 @@ def launcher() -> str:
     return "mpich" if "PMI_SIZE" in os.environ else ""
 
 
-def run_with_or_without_mpi(command: Callable[[MPI.Intracomm | None], int]) -> int:
-    """Run a command on all launched ranks, or on None, without MPI, if there is one process. Returns the exit code."""
+def run_with_or_without_mpi(command: Callable[[MPI.Intracomm | None], int], limit_s: float = WAIT_LIMIT_S) -> int:
+    """Run a command on all launched ranks, or on None, without MPI, if there is one process. Returns the exit code.
+
+    limit_s: see run_job.
+    """
     if launched_ranks() == 1:
         with _leaving_at_sigterm():
             return command(None)
-    return run_job(command)
+    return run_job(command, limit_s)
 
 
-def run_job(command: Callable[[MPI.Intracomm], int]) -> int:
+def run_job(command: Callable[[MPI.Intracomm], int], limit_s: float = WAIT_LIMIT_S) -> int:
     """Run a command on all ranks; returns its exit code, or that of the error it raised.
 
-    The command gets a copy of the world, so that no message of its own can meet those by which ranks end together.
+    limit_s: of waits for other ranks from the first call of MPI on, until the command knows better. The command gets a
+    copy of the world, so that no message of its own can meet those by which ranks end together.
     """
-    from mpi4py import MPI  # starts MPI
-
-    world = MPI.COMM_WORLD
+    world = start_mpi(limit_s)
     try:
-        return command(world.Dup())
+        return _watched(command, world)
     except HpcllmError as error:
         if error.everywhere or (isinstance(error, UserError) and _all_arrive(world)):
             if world.rank == 0:
-                print(f"hpcllm: error: {error}", file=sys.stderr, flush=True)
+                print(error_line(str(error)), file=sys.stderr, flush=True)
             return error.exit_code
         _abort(world, f"{type(error).__name__}: {error}", error.exit_code)
     except KeyboardInterrupt:
@@ -79,6 +95,63 @@ def run_job(command: Callable[[MPI.Intracomm], int]) -> int:
     except BaseException:
         _abort(world, traceback.format_exc(), 1)
     return 1
+
+
+def call_within(limit_s: float, words: str, function: Callable[[], T]) -> T:
+    """Call a function; end the process with exit code 1 if that takes longer, even if native code keeps the GIL.
+
+    A thread of the interpreter's own does that. It prints nothing but a traceback, so the words are there: as the name
+    of a function.
+    """
+
+    def call() -> T:
+        return function()
+
+    call.__code__ = call.__code__.replace(co_name=f"hpcllm: {words}")
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__ or 2)
+    try:
+        return call()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def start_mpi(limit_s: float) -> MPI.Intracomm:
+    """Start MPI on this process, and the watch over its calls; returns the world. Collective over all ranks."""
+    import_mpi = partial(importlib.import_module, "mpi4py.MPI")
+    mpi = call_within(limit_s, "the job ends: MPI_Init does not return, as a rank has not come to it", import_mpi)
+    from hpcllm.mpi.stuck_calls import watch_calls
+    from hpcllm.mpi.wait import job_waits
+
+    world: MPI.Intracomm = mpi.COMM_WORLD
+    job_waits.limit_s = limit_s
+    watch_calls(job_waits, world.rank, lambda message: _abort(world, message, 1))
+    atexit.unregister(_finalize)
+    atexit.register(_finalize)
+    return world
+
+
+def _finalize() -> None:
+    """Leave MPI, which waits for all ranks."""
+    from mpi4py import MPI
+
+    from hpcllm.mpi.wait import job_waits
+
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        words = "the job ends: MPI_Finalize does not return, as a rank has not come to it"
+        call_within(job_waits.limit_s, words, MPI.Finalize)
+
+
+def _watched(command: Callable[[MPI.Intracomm], int], world: MPI.Intracomm) -> int:
+    """Run the command on a copy of the world, under a watchdog if there is anybody to wait for."""
+    from hpcllm.mpi.wait import meet
+    from hpcllm.mpi.watchdog import open_watchdog
+
+    if world.size == 1:
+        return command(world.Dup())
+    meet(world, "to start")
+    copy = world.Dup()
+    with open_watchdog(copy, lambda _: ""):
+        return command(copy)
 
 
 def _all_arrive(world: MPI.Intracomm) -> bool:
@@ -95,13 +168,23 @@ def _all_arrive(world: MPI.Intracomm) -> bool:
 def _abort(world: MPI.Intracomm, message: str, code: int) -> None:
     from mpi4py import MPI
 
-    here = f"rank {world.rank} of {world.size} on {MPI.Get_processor_name()}"
     try:
-        print(f"hpcllm: {here} ends the job: {message}", file=sys.stderr, flush=True)
+        here = f"rank {world.rank} of {world.size} on {MPI.Get_processor_name()}"
+        print(harmless(f"hpcllm: {here} ends the job: {message}"), file=sys.stderr, flush=True)
         sys.stdout.flush()
         time.sleep(FORWARD_S)
     finally:  # a closed pipe or a full disk must not leave the other ranks waiting
+        _end_soon(code)
         world.Abort(code)
+
+
+def _end_soon(code: int) -> None:
+    """End this process ABORT_S from now if MPI_Abort does not; it keeps the GIL, so no thread of Python could."""
+    nowhere = open(os.devnull, "w")  # noqa: SIM115 - for a traceback that nobody needs, as long as the process lives
+    faulthandler.dump_traceback_later(ABORT_S, exit=True, file=nowhere)
+    if path := os.environ.get(ABORT_FILE):
+        with contextlib.suppress(OSError):
+            Path(path).write_text(f"{code}\n", encoding="ascii")
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Check that a run file continues the run of a checkpoint: the same model, samples and tokens. Pure.
 
-checkpoint: run/config, tokenizer     |
-run file, filled in; store: tokenizer +--> equal, in whatever spelling | the changed keys, named
+checkpoint: run/config, fingerprint of tokens and tokenizer  |
+run file, filled in; store: its fingerprint                  +--> equal, in whatever spelling | the changed keys, named
 """
 
 from __future__ import annotations
@@ -9,31 +9,42 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcllm.checkpoint.huggingface.architectures import canonical
 from hpcllm.config.schema import Config, from_tables, to_tables
 from hpcllm.errors import ConfigError
 
+if TYPE_CHECKING:
+    from hpcllm.checkpoint.state import RunFacts
+    from hpcllm.data.store import TokenStore
+
 # besides the model: other values would silently train on other samples, or from other weights
 FIXED = ("run.seed", "data.sequence_length")
 
 
-def check_same_run(config: Config, tokens: str, stored: Mapping[str, Any], tokenizer: str, path: Path) -> None:
+def check_same_run(config: Config, store: TokenStore, before: RunFacts, tokenizer: str, path: Path) -> None:
     """Raise ConfigError if going on from a checkpoint under this run file would silently train something else.
 
-    config: filled in. stored: the run file in the checkpoint at `path`. tokens, tokenizer: JSON of
-    the tokenizers of the store and of the checkpoint.
+    config: filled in. before, tokenizer: of the checkpoint at `path`. One that `convert` made knows no tokens, but
+    their tokenizer.
     """
-    before, now = map(_flat, _one_spelling(stored, to_tables(config)))
+    then, now = map(_flat, _one_spelling(before.config, to_tables(config)))
     fixed = [key for key in now if key.startswith("model.") or key in FIXED]
-    changed = [f"{key} = {now[key]!r}, was {before.get(key)!r}" for key in fixed if now[key] != before.get(key)]
-    if tokenizer != tokens:
-        changed.append(f"data.store = {now['data.store']!r} has another tokenizer than {before.get('data.store')!r}")
+    changed = [f"{key} = {now[key]!r}, was {then.get(key)!r}" for key in fixed if now[key] != then.get(key)]
+    if before.fingerprint and before.fingerprint != store.fingerprint:
+        changed.insert(
+            0,
+            f"data.store = {now['data.store']!r} holds other tokens, fingerprint {store.fingerprint}, than "
+            f"{then.get('data.store')!r} did, fingerprint {before.fingerprint}",
+        )
+    elif tokenizer != store.tokenizer_json:
+        changed.append(f"data.store = {now['data.store']!r} has another tokenizer than {then.get('data.store')!r}")
     if changed:
         raise ConfigError(
-            f"{path} was trained otherwise: {'; '.join(changed[:3])}. Take the old values, another run.name, "
-            "or start anew with --restart (the old run folder is kept beside)"
+            f"{path} was trained otherwise: {'; '.join(changed[:3])}. Take the old values (--set KEY=VALUE), go on "
+            "from its weights under another run.name with run.start_from, or start anew with --restart (the old run "
+            "folder is kept beside)"
         )
 
 

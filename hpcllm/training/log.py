@@ -1,16 +1,17 @@
-"""Log of a run: one line a logged step, log.jsonl, TensorBoard, a bar on a terminal.
+"""Log of a run: one line a logged step, log.jsonl, trackers (trackers.py), a bar on a terminal.
 
 Only rank 0 holds a Log. A resumed run first cuts log.jsonl back to the step it resumes from, so that a step is in
-the file once.
+the file once. Lines that cannot be read are set aside: no log keeps a run from going on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from hpcllm.config.schema import Config
 from hpcllm.errors import HpcllmError
 from hpcllm.model.shapes import flops_per_token
 from hpcllm.system.energy.account import taken_before
+from hpcllm.system.json_lines import record_of
+from hpcllm.system.text import counted, harmless, printable
+from hpcllm.training.trackers import PACKAGES, Tracker, open_tracker, tagged
 
 Record = dict[str, Any]
 KINDS = ("gradients", "parameters", "forward", "backward", "tensor")
@@ -36,8 +40,9 @@ class Log:
     """Writes records to files and lines to standard output."""
 
     file: Any
-    events: Any  # a SummaryWriter or None
     bar: Any
+    trackers: dict[str, Tracker] = field(default_factory=dict)
+    run_file: str = ""  # its text, for trackers
     before: Record = field(default_factory=dict)  # hours, energy and cost at the end of the last start
 
     def step(self, record: Record) -> None:
@@ -60,17 +65,25 @@ class Log:
         try:
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
-            if self.events:
-                for key, value in record.items():
-                    if key != "step" and isinstance(value, int | float):
-                        self.events.add_scalar(key, value, record["step"])
-                self.events.flush()
         except OSError as error:
             raise HpcllmError(f"cannot write step {record['step']} to {self.file.name}: {error.strerror}") from error
+        if "start" in record:
+            self._track(lambda tracker: tracker.attach(self.run_file, record["start"]))
+        if values := tagged(record):
+            self._track(lambda tracker: tracker.log(record["step"], values))
+
+    def _track(self, call: Callable[[Tracker], None]) -> None:
+        """Call each tracker; one that fails is told of once and left out from then on: training goes on."""
+        for name, tracker in list(self.trackers.items()):
+            try:
+                call(tracker)
+            except Exception as error:  # of any package
+                del self.trackers[name]
+                self.print(f"tracker {name} is left out from now on: {printable(f'{type(error).__name__}: {error}')}")
 
     def print(self, text: str) -> None:
         """Print a line for people, above the bar if there is one."""
-        self.bar.write(text, file=sys.stdout)
+        self.bar.write(harmless(text), file=sys.stdout)
         sys.stdout.flush()
 
     def __enter__(self) -> Log:
@@ -78,10 +91,9 @@ class Log:
 
     def __exit__(self, *_: object) -> None:
         self.bar.close()
-        for part in (self.file, self.events):
-            with contextlib.suppress(OSError):  # each record was flushed; what failed then would only fail again
-                if part:
-                    part.close()
+        self._track(lambda tracker: tracker.close())
+        with contextlib.suppress(OSError):  # each record was flushed; what failed then would only fail again
+            self.file.close()
 
 
 class TrafficCounter:
@@ -155,19 +167,24 @@ class Pace:
         return record
 
 
-def open_log(folder: Path, first_step: int, steps: int, tensorboard: bool) -> Log:
-    """Open the log of a run in `folder` that goes on from `first_step`. Raises OSError."""
+def open_log(folder: Path, first_step: int, steps: int, trackers: Sequence[str] = ()) -> Log:
+    """Open the log of a run in `folder` that goes on from `first_step`. trackers: names. Raises OSError."""
     path = folder / "log.jsonl"
     before = taken_before(path)  # including what was spent on steps that are cut off now
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in lines if _step_of(line) <= first_step]
-    aside = path.with_suffix(".jsonl.tmp")
-    aside.write_text("".join(kept), encoding="utf-8")
-    aside.replace(path)
+    damaged = _cut_back(path, first_step)
     bar = tqdm(total=steps, initial=first_step, unit="step", disable=None, dynamic_ncols=True)
-    log = Log(path.open("a", encoding="utf-8"), None, bar, before)
-    if tensorboard:
-        log.events = _summary_writer(folder, first_step, log)
+    log = Log(path.open("a", encoding="utf-8"), bar, before=before)
+    if damaged:
+        log.print(f"{counted(damaged, 'line')} of {path} cannot be read and went to {path.name}.damaged")
+    run_file = folder / "run.toml"
+    log.run_file = run_file.read_text(encoding="utf-8") if run_file.exists() else ""
+    for name in trackers:
+        try:
+            log.trackers[name] = open_tracker(name, folder, first_step)
+        except ImportError:
+            log.print(f"no tracker {name}, as its package is not installed: pip install {PACKAGES[name]}")
+        except Exception as error:  # of any package
+            log.print(f"no tracker {name}: {printable(f'{type(error).__name__}: {error}')}")
     return log
 
 
@@ -198,19 +215,18 @@ def resident_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / 1e9
 
 
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")  # cut off in the middle by the end of an earlier job
+def _cut_back(path: Path, first_step: int) -> int:
+    """Keep what was logged up to a step; return how many damaged lines went to a file beside. Raises OSError.
 
-
-def _summary_writer(folder: Path, first_step: int, log: Log) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        log.print(
-            "no TensorBoard events: the package is missing; pip install 'hpcllm[tensorboard]' or log.tensorboard=false"
-        )
-        return None
-    return SummaryWriter(str(folder), purge_step=first_step + 1)
+    A last line without its end is no damage: the job before was ended while it wrote.
+    """
+    lines = io.BytesIO(path.read_bytes()).readlines() if path.exists() else []  # splitlines would end them at \r too
+    steps = [(line, record["step"] if (record := record_of(line)) else None) for line in lines]
+    aside = path.with_suffix(".jsonl.tmp")
+    aside.write_bytes(b"".join(line for line, step in steps if step is not None and step <= first_step))
+    damaged = [line for line, step in steps if step is None and line.strip() and line.endswith(b"\n")]
+    if damaged:
+        with path.with_name(f"{path.name}.damaged").open("ab") as file:
+            file.writelines(damaged)
+    aside.replace(path)
+    return len(damaged)

@@ -20,9 +20,8 @@ from hpcllm.config.schema import Config
 from hpcllm.errors import HpcllmError
 from hpcllm.evaluation.held_out import Validation, validate
 from hpcllm.mpi.collective_errors import on_root, raise_if_any_failed
+from hpcllm.mpi.wait import job_waits
 from hpcllm.optim.adamw import learning_rate
-from hpcllm.optim.flat_buffers import MODEL
-from hpcllm.optim.replica_check import check_replicas
 from hpcllm.pipeline.trace import Span, recording, write_trace
 from hpcllm.system.job import StopSignals
 from hpcllm.training.accounting import Accounting, open_accounting
@@ -34,7 +33,7 @@ from hpcllm.training.run_info import start_lines
 from hpcllm.training.run_lock import lock_run
 from hpcllm.training.saving import open_saving
 from hpcllm.training.setup import RunContext, open_run
-from hpcllm.training.step import Agreed, agree, forward_backward, not_finite, update
+from hpcllm.training.step import Agreed, agree, compare_replicas, forward_backward, not_finite, update
 from hpcllm.training.summary import Summary
 
 
@@ -46,8 +45,7 @@ def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: b
     Raises UserError before any work, NonFiniteError, StallError, CheckpointError. Returns the same on every rank.
     """
     with open_run(config, world) as run, ExitStack() as stack:
-        config = run.config
-        lock = stack.enter_context(lock_run(world, run.run_folder, restart))
+        config, lock = run.config, stack.enter_context(lock_run(world, run.run_folder, restart))
         step, position, found = resume(run)
         log = _open_log(run, step, stack)
         accounting = stack.enter_context(open_accounting(run, log, step))
@@ -74,7 +72,11 @@ def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: b
                 raise not_finite(run, agreed, local, step + 1, position, saving.newest)
             accounting.end_update(agreed.spent)
             step, position, loss = step + 1, position + config.data.global_batch, agreed.loss
-            step_s, requests = time.perf_counter() - began_s, agreed.requests
+            step_s, requests, job_waits.patience = (
+                time.perf_counter() - began_s,
+                agreed.requests,
+                1.0,
+            )  # compiled by now
             pace.add(step_s, agreed.traffic)
             listener.agreed(requests, step, step_s)
 
@@ -99,6 +101,7 @@ def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: b
         if is_finished and (requests.stop or not pace.all_steps):  # a run that is to stop saves first
             # without a step in this start the log has the result already
             checked = _validate(run, log if pace.all_steps else None, accounting, step)
+        on_root(world, lambda: lock.record(step, config.run.steps, saving.newest))
         stopped_by = "" if is_finished else requests.why
         return Summary(
             config=config,
@@ -122,7 +125,7 @@ def _open_log(run: RunContext, step: int, stack: ExitStack) -> Log | None:
     if run.mesh.world.rank == 0:
         try:
             config = run.config
-            log = stack.enter_context(open_log(run.run_folder, step, config.run.steps, config.log.tensorboard))
+            log = stack.enter_context(open_log(run.run_folder, step, config.run.steps, config.log.trackers))
             for line in start_lines(run):
                 log.print(line)
             (run.run_folder / "ranks.txt").write_text("\n".join(run.watchdog.lines()) + "\n", encoding="utf-8")
@@ -145,9 +148,7 @@ def _inspect(run: RunContext, log: Log | None, step: int, memory: Live | None, s
     if memory:
         log_memory(run, log, step, memory.peak)
     if _is_due(step, config.communication.hash_every_steps):
-        is_sharded = config.optimizer.shard == "all"
-        own = {piece.name: piece.values for piece in run.optimizer.pieces_to_read() if piece.kind == MODEL}
-        check_replicas(own if is_sharded else run.parameters, run.mesh, run.control, step, is_sharded)
+        compare_replicas(run, step)
     if step in config.log.trace_steps:
         write_trace(run.run_folder / "trace", step, run.schedule, run.mesh, spans, run.control)
 

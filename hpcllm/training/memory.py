@@ -50,6 +50,11 @@ class LiveBytes(TorchDispatchMode):
         self._known: dict[int, weakref.ReferenceType[Any]] = {}  # by the storage's address
         self._freed: list[int] = []  # filled by any thread, summed by ours
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep PyTorch from loading its compiler, seconds a rank, only to shut it out: nothing of ours is compiled."""
+        return False
+
     @property
     def now(self) -> int:
         while self._freed:

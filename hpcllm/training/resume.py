@@ -4,6 +4,7 @@ runs/NAME/run.toml                            the run file with every key writte
           job.txt                             which job holds the folder, see run_lock.py
           ranks.txt                           place of each rank in the mesh, its process and node
           trace/step_00000010.json            times of each rank in a step, see pipeline/trace.py
+          finished                            record of the end, see finished.py
           log.jsonl                           one object a logged step; TensorBoard events beside it
           checkpoints/step_00001000.h5        any layout reads it
 """
@@ -23,7 +24,9 @@ from hpcllm.checkpoint.state import facts
 from hpcllm.config.schema import Config, to_tables
 from hpcllm.errors import HpcllmError
 from hpcllm.mpi.collective_errors import on_root
+from hpcllm.system.output import write_whole
 from hpcllm.training.compatibility import check_same_run
+from hpcllm.training.finished import remove_finished
 
 if TYPE_CHECKING:
     from hpcllm.training.setup import RunContext
@@ -42,7 +45,7 @@ def resume(run: RunContext) -> tuple[int, int, Path | None]:
         print("\n".join([*passed_over, *lines]), flush=True)
     if found is None and run.config.run.start_from:
         _begin(run)
-    on_root(world, lambda: _write_run_file(folder, run.config))
+    on_root(world, lambda: _begin_folder(folder, run.config, step))
     return step, position, path
 
 
@@ -50,7 +53,7 @@ def _load(run: RunContext, checkpoint: Checkpoint) -> tuple[int, int, Path, list
     """Load a checkpoint that is of this run. Returns step, position, its path and lines for people. Collective."""
     known = facts(checkpoint)
     tokenizer = on_root(run.mesh.world, lambda: tokenizer_json(checkpoint))
-    check_same_run(run.config, run.store.tokenizer_json, known.config, tokenizer, checkpoint.path)
+    check_same_run(run.config, run.store, known, tokenizer, checkpoint.path)
     restore(checkpoint, run.shards, run.optimizer.pieces_to_read())
     residuals = run.residuals()
     lost = restore_residuals(checkpoint, residuals) if residuals else ""
@@ -73,10 +76,12 @@ def _begin(run: RunContext) -> None:
             print(f"note: the tokens of {run.config.data.store!r} are not those of the weights", flush=True)
 
 
-def _write_run_file(folder: Path, config: Config) -> None:
-    aside, path = folder / "run.toml.tmp", folder / "run.toml"
+def _begin_folder(folder: Path, config: Config, step: int) -> None:
+    """Write run.toml; remove the record of an earlier end if there are steps to make. Raises HpcllmError."""
+    if step < config.run.steps:
+        remove_finished(folder)
+    path = folder / "run.toml"
     try:
-        aside.write_text(tomli_w.dumps(to_tables(config)), encoding="utf-8")
-        aside.replace(path)
+        write_whole(path, tomli_w.dumps(to_tables(config)))
     except OSError as error:
         raise HpcllmError(f"cannot write {path}: {error.strerror}") from error

@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 import hpcllm
 from hpcllm.checkpoint.state import versions
+from hpcllm.data.store import epochs, epochs_note
 from hpcllm.model.shapes import parameter_count
 from hpcllm.system.device import device_facts
 from hpcllm.system.hardware.node import find_hardware
@@ -42,6 +43,8 @@ def start_lines(run: RunContext) -> list[str]:
         lines.append(f"messages lie in {'device' if reach.direct else 'pinned host'} memory: {reach.why}")
     if config.optimizer.warmup_steps >= config.run.steps:
         lines.append(f"note: the learning rate warms up for {config.optimizer.warmup_steps} steps, longer than the run")
+    if repeated := epochs_note(epochs(config, run.store)):
+        lines.append(f"warning: {repeated}")
     return lines
 
 

@@ -20,8 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from hpcllm.config.input_files import fault_of
+from hpcllm.config.names import shown
 from hpcllm.errors import ConfigError, HpcllmError
 from hpcllm.mpi.collective_errors import on_root
+from hpcllm.training.finished import write_finished
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -48,7 +51,7 @@ class RunLock:
             self._sign(self._lock())
         except BlockingIOError as error:
             self.release()
-            raise ConfigError(_locked(self._path.read_text(encoding="utf-8"), self.folder)) from error
+            raise ConfigError(_locked(self._path.read_text(encoding="utf-8", errors="replace"), self.folder)) from error
         except OSError as error:
             self.release()
             raise ConfigError(f"{_unusable(self.folder)}: {error}") from error
@@ -56,7 +59,7 @@ class RunLock:
     def check(self) -> None:
         """Raise HpcllmError if another job has taken the folder since. For rank 0, before it is written to."""
         try:
-            holder = self._path.read_text(encoding="utf-8")
+            holder = self._path.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             raise HpcllmError(f"the run folder is gone from under this job: {error}") from error
         if holder != self._owner:
@@ -64,6 +67,12 @@ class RunLock:
                 f"another job ({holder}) has taken over {str(self.folder)!r}; this one ends and writes no checkpoint, "
                 "so that the two do not mix"
             )
+
+    def record(self, step: int, steps: int, checkpoint: Path | None) -> None:
+        """Write the record `finished` if all steps are made and saved. For rank 0. Raises HpcllmError as check does."""
+        self.check()
+        if step >= steps:
+            write_finished(self.folder, step, checkpoint)
 
     def release(self) -> None:
         """Let the next job in."""
@@ -110,17 +119,19 @@ def lock_run(world: MPI.Intracomm, folder: Path, restart: bool) -> Iterator[RunL
 
 def check_lockable(folder: Path) -> None:
     """Raise ConfigError if no job could lock the folder now. Writes nothing."""
+    job = folder / "job.txt"
+    if fault := fault_of(job) or ("job.txt is no regular file" if job.exists() and not job.is_file() else ""):
+        raise ConfigError(f"{_unusable(folder)}: {fault}")
     ground = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not (ground.is_dir() and os.access(ground, os.W_OK | os.X_OK)):
         why = "there is no right to write in it" if ground.is_dir() else "it is no folder"
         raise ConfigError(f"{_unusable(folder)}: {str(ground)!r}: {why}")
-    job = folder / "job.txt"
     if job.exists() and (holder := _holder(job)):
         raise ConfigError(_locked(holder, folder))
 
 
 def _unusable(folder: Path) -> str:
-    return f"the run folder {str(folder)!r} (run.folder / run.name) cannot be made or written"
+    return f"the run folder {shown(str(folder))} (run.folder / run.name) cannot be made or written"
 
 
 def _locked(holder: str, folder: Path) -> str:
@@ -129,7 +140,7 @@ def _locked(holder: str, folder: Path) -> str:
 
 def _holder(job: Path) -> str:
     """Return who has the lock; empty: nobody, or there are no locks here."""
-    with job.open(encoding="utf-8") as file:
+    with job.open(encoding="utf-8", errors="replace") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back at once
         except BlockingIOError:

@@ -1,8 +1,8 @@
 """Saving a run: from the context of a rank to a checkpoint in its run folder.
 
-loop    save(step) ---> state, settled ---> background.py ---> checkpoints/step_00001000.h5 ---> retention
-          |                                    |
-          `--- is_done, after each step <------`---> a record in log.jsonl: bytes, seconds, seconds waited
+loop   save(step) --> replicas equal? --> state, settled --> background.py --> checkpoints/step_00001000.h5 --> kept
+         |                                                      |
+         `--- is_done, after each step <------------------------`--> a record in log.jsonl: bytes, seconds, waited
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hpcllm.config.schema import to_tables
 from hpcllm.errors import HpcllmError
 from hpcllm.training.log import Log
 from hpcllm.training.run_lock import RunLock
+from hpcllm.training.step import compare_replicas
 
 if TYPE_CHECKING:
     from hpcllm.training.setup import RunContext
@@ -53,8 +54,10 @@ class Saving:
         """Begin to write a checkpoint, once the one before is written. Collective over the mesh.
 
         validation_loss: after this step, None if it was not measured. goes_on: training continues meanwhile. Raises
-        CheckpointError, of this write or of the one before; HpcllmError if another job has taken the folder.
+        ReplicaError; CheckpointError, of this write or of the one before; HpcllmError if another job has taken the
+        folder.
         """
+        compare_replicas(self.run, step)  # the file would mix them
         state = run_state(self.run, self.residuals, step, position, validation_loss)
         if self._held is None:
             self._held = local_slabs(state, self.run.mesh.world.rank)  # always the same memory
@@ -123,5 +126,6 @@ def run_state(
         owned=run.owned,
         residuals=residuals,
         tokenizer_json=run.store.tokenizer_json,
+        fingerprint=run.store.fingerprint,
         mesh=run.mesh.shape,
     )

@@ -28,13 +28,14 @@ from hpcllm.config.schema import Config, traffic_codecs
 from hpcllm.data.loader import Loader
 from hpcllm.data.sampler import Sampler, sample_count
 from hpcllm.data.store import TokenStore, open_store
+from hpcllm.data.store_watch import StoreWatch
 from hpcllm.model.initialisation import allocate_chunks, initial_values
 from hpcllm.model.shapes import parameter_shapes
 from hpcllm.model.tensor_parallel import LANE, TensorParallel, tensor_parallel, traffic
 from hpcllm.mpi.collective_errors import on_root
 from hpcllm.mpi.mesh import Mesh, open_mesh
 from hpcllm.mpi.mesh_axes import describe_rank
-from hpcllm.mpi.wait import Waits
+from hpcllm.mpi.wait import Waits, job_waits
 from hpcllm.mpi.watchdog import Watchdog, open_watchdog
 from hpcllm.optim.buckets import Gradients
 from hpcllm.optim.optimizer import KINDS, Optimization, Optimizer, make_optimization
@@ -48,6 +49,7 @@ from hpcllm.system.device import torch_dtype
 from hpcllm.system.device_setup import DeviceSetup, set_up_device
 from hpcllm.training.log import Traffic
 from hpcllm.training.step import LossScale, make_loss_scale
+from hpcllm.training.trackers import check_trackers
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class RunContext:
 def open_run(config: Config, comm: MPI.Intracomm) -> Iterator[RunContext]:
     """Make everything that this rank trains with, with initial weights. Collective over comm. Raises UserError."""
     check_writer(config.checkpoint.writer)
+    on_root(comm, lambda: check_trackers(config.log.trackers))
     resolved = resolve(take_model(config, comm), comm.size, partial(on_root, comm))
     bubble = on_root(comm, lambda: resolved.bubble)
     config, store = open_store(resolved.config, comm)
@@ -122,7 +125,7 @@ def open_run(config: Config, comm: MPI.Intracomm) -> Iterator[RunContext]:
     tuning_file = config.communication.tuning
     tuning = on_root(comm, lambda: load_tuning(tuning_file)) if tuning_file else None
     place = partial(describe_rank, ranks=comm.size, config=config.mesh)
-    with open_mesh(comm, config.mesh) as mesh, open_watchdog(mesh.world, place) as watchdog:
+    with open_mesh(comm, config.mesh) as mesh, open_watchdog(mesh.world, place) as watchdog, job_waits.patient():
         device_setup = set_up_device(config, mesh)
         tp = _tensor_parallel(config, mesh, tuning, watchdog)
         stages = [placement.stage(mesh.pp.rank, chunk) for chunk in range(placement.chunks)]
@@ -178,6 +181,7 @@ def _loader(config: Config, mesh: Mesh, store: TokenStore, device: torch.device)
         global_batch=data.global_batch,
         microbatches=config.pipeline.microbatches,
         device=device,
+        watch=StoreWatch(store, "train"),
     )
 
 

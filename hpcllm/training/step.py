@@ -18,6 +18,7 @@ Source: Micikevicius et al. 2018, "Mixed precision training", arXiv:1710.03740, 
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ import torch
 from hpcllm.config.schema import Config
 from hpcllm.data.loader import HASH_BITS
 from hpcllm.errors import NonFiniteError
+from hpcllm.optim.replica_check import check_state
 from hpcllm.training.log import Traffic
 from hpcllm.training.requests import RequestCounts, Requests
 from hpcllm.training.step_timer import NOTHING_SPENT, Spent
@@ -36,6 +38,7 @@ from hpcllm.training.step_timer import NOTHING_SPENT, Spent
 if TYPE_CHECKING:
     from hpcllm.training.setup import RunContext
 
+log = logging.getLogger(__name__)
 LARGEST_SCALE = 2.0**32  # gradients that are all zero would otherwise double it without end
 
 
@@ -58,8 +61,10 @@ class LossScale:
 
     def good_step(self) -> None:
         """No gradient overflowed."""
+        if not self.is_dynamic:  # nothing follows from the count, and a checkpoint should not differ by it
+            return
         self.good_steps += 1
-        if self.is_dynamic and self.good_steps == self.double_after:
+        if self.good_steps == self.double_after:
             self.value, self.good_steps = min(2 * self.value, LARGEST_SCALE), 0
 
     def overflow(self) -> bool:
@@ -110,6 +115,7 @@ def forward_backward(run: RunContext, step: int, position: int) -> Local:
     exact = step < communication.exact_steps
     run.engine.set_exact(exact)
     run.optimizer.weights.exact = exact
+    log.debug("step %d, samples from %d", step + 1, position)
     batch = run.loader.take(position)
     run.gradients.begin(step, exact)
     loss = run.engine.run(run.schedule, batch.inputs, batch.targets, run.loss_scale.value / tokens)
@@ -162,6 +168,12 @@ def update(run: RunContext, norm: float, rate: float) -> bool:
     run.optimizer.update(rate, clip / run.loss_scale.value)
     run.loss_scale.good_step()
     return True
+
+
+def compare_replicas(run: RunContext, step: int) -> None:
+    """Compare all that replicas and ranks of tp hold alike. Collective over the mesh. Raises ReplicaError."""
+    pieces = run.optimizer.pieces_to_read()  # settles the weights
+    check_state(run.parameters, pieces, run.mesh, run.control, step, run.config.optimizer.shard)
 
 
 def not_finite(

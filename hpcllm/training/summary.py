@@ -49,6 +49,8 @@ class Summary:
         if self.tokens_per_s:
             rows.append(("speed", f"{self.tokens_per_s:,.0f} tokens/s"))
         rows += account.rows(self.taken)
+        folder = shlex.quote(str(Path(config.run.folder) / config.run.name))
+        rows.append(("report", f"{_python()} -m hpcllm report {folder}"))
         if self.checkpoint:
             path = shlex.quote(str(self.checkpoint))
             rows.append(("checkpoint", str(self.checkpoint)))

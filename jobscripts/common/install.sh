@@ -4,7 +4,7 @@
 #     hpcllm_install_on MACHINE [pack]         on a login node; afterwards jobs find the environment by themselves
 #
 #     modules of env.sh -> an empty environment -> torch -> mpi4py -> h5py -> hpcllm -> does it start?
-#     pack:  ENVIRONMENT.tar beside it, which jobs copy to the disk of each node (slurm.sh says why)
+#     pack:  one file beside it, which jobs copy to the disk of each node (slurm.sh says why)
 #
 # What a step has done is noted in the environment, with its command; a second call, after a lost connection perhaps,
 # goes on with what is missing, or with what has changed. rm -r the folder to begin anew. Variables of the caller:
@@ -15,7 +15,9 @@
 #
 # env.sh gives: hpcllm_make, a command; hpcllm_torch, what to install, empty where a module brings it; hpcllm_accelerator, as
 # in the index; hpcllm_mpicc, a compiler; hpcllm_hdf5, the variable in which a module says where HDF5 is, empty for the h5py
-# that comes with its own; hpcllm_inside, where Python is in a container: what to say before it.
+# that comes with its own; hpcllm_inside, where Python is in a container: what to say before it; hpcllm_beside, whether the
+# packages of that Python are in a virtual environment themselves; hpcllm_build, what torch has to be made for, as
+# torch.version calls it: hip, cuda; hpcllm_conda, whether it is an environment of conda.
 
 # shellcheck source=job.sh
 . "$(dirname "${BASH_SOURCE[0]}")/job.sh"
@@ -45,6 +47,11 @@ hpcllm_pin() { # NAME: as pinned for all machines, such as mpi4py==4.1.2
     grep -E "^$1==" "$HPCLLM_ROOT/jobscripts/local/constraints.txt"
 }
 
+hpcllm_see_beside() { # packages of a virtual environment whose Python has made this one
+    hpcllm_step packages-beside ${hpcllm_inside[@]+"${hpcllm_inside[@]}"} \
+        python3 "$HPCLLM_ROOT/jobscripts/common/packages_beside.py" "$HPCLLM_VENV"
+}
+
 hpcllm_packages() {
     local step pins=$HPCLLM_VENV/constraints.txt
     step="torch"
@@ -68,7 +75,8 @@ hpcllm_packages() {
     fi
     step="hpcllm"
     if [ -z "${DRY_RUN:-}" ]; then # what is here stays, torch above all; the rest as pinned for all machines
-        { hpcllm_python -m pip freeze && cat "$HPCLLM_ROOT/jobscripts/local/constraints.txt"; } |
+        # not `pip freeze`, which names the address of what came from one, and so would leave it without a pin
+        { hpcllm_python -m pip list --format=freeze --exclude hpcllm && cat "$HPCLLM_ROOT/jobscripts/local/constraints.txt"; } |
             awk -F== 'NF == 2 { name = tolower($1); gsub("_", "-", name) } NF == 2 && !seen[name]++' >"$pins"
     fi
     # the number makes it another command, which is done again, once a newer hpcllm wants other packages
@@ -77,29 +85,36 @@ hpcllm_packages() {
 }
 
 hpcllm_starts() { # on a login node: MPI itself is not started, for there it may end whom it did not start
-    hpcllm_python -c 'import h5py, mpi4py, torch
+    hpcllm_python -c 'import sys, h5py, mpi4py, torch
 from hpcllm.cli.main import main
+if sys.argv[1] and getattr(torch.version, sys.argv[1]) is None:
+    sys.exit(f"torch {torch.__version__} in {torch.__path__[0]} is not made for {sys.argv[1]}, so it sees no device of this machine")
 print("torch", torch.__version__, "mpi4py", mpi4py.__version__, "h5py", h5py.__version__,
-    "parallel" if h5py.get_config().mpi else "not parallel: checkpoint.writer = offsets needs no other")'
+    "parallel" if h5py.get_config().mpi else "not parallel: checkpoint.writer = offsets needs no other")' "$hpcllm_build"
 }
 
-hpcllm_pack() { # one file of the environment and of the source; names in it do not depend on where it was made
+hpcllm_pack() { # one file of the environment and of the source, which lies anywhere on a node
     local folder=$HPCLLM_VENV archive=$HPCLLM_VENV.tar
     if [ ${#hpcllm_inside[@]} != 0 ]; then # a container can use one file as a folder
         mksquashfs "$folder" "$folder.sqsh" -noappend -processors 1 -no-xattrs # LUMI AI Guide, chapter 2
         return
     fi
     hpcllm_say "packing $archive"
-    # tar reads a folder's name with a backslash as a pattern; ours has none of its own
-    tar -C "${folder%/*}" --transform "s|^${folder##*/}|environment|" --transform 's|^\./hpcllm|source/hpcllm|' \
-        -cf "$archive.new" "${folder##*/}" -C "$HPCLLM_ROOT" ./hpcllm
+    if [ -n "${hpcllm_conda:-}" ]; then # its files name the folder they were made for: conda-unpack mends them, on each node
+        "$folder/bin/conda-pack" --prefix "$folder" --arcroot environment --format tar --output "$archive.new" --force \
+            --ignore-editable-packages --ignore-missing-files # hpcllm itself; files that pip has replaced
+    else # names in a virtual environment are not used by `python -m`
+        # tar reads a folder's name with a backslash as a pattern; ours has none of its own
+        tar -C "${folder%/*}" --transform "s|^${folder##*/}|environment|" -cf "$archive.new" "${folder##*/}"
+    fi
+    tar -C "$HPCLLM_ROOT" --transform 's|^\./hpcllm|source/hpcllm|' -rf "$archive.new" ./hpcllm
     mv "$archive.new" "$archive"
     hpcllm_say "$(du -h "$archive" | cut -f1) are copied to each node from now on; after a change of hpcllm, pack again"
 }
 
 hpcllm_install_on() { # MACHINE [pack]
     hpcllm_machine=$1
-    hpcllm_start=() hpcllm_each=() hpcllm_near="" hpcllm_inside=()
+    hpcllm_start=() hpcllm_each=() hpcllm_near="" hpcllm_inside=() hpcllm_beside="" hpcllm_build="" hpcllm_conda=""
     # shellcheck source=../frontier/env.sh
     . "$HPCLLM_ROOT/jobscripts/$hpcllm_machine/env.sh"
     set -eo pipefail # no -u: what modules run was not written for it
@@ -109,6 +124,7 @@ hpcllm_install_on() { # MACHINE [pack]
     esac
     hpcllm_modules
     hpcllm_step environment "${hpcllm_make[@]}"
+    if [ -n "$hpcllm_beside" ]; then hpcllm_see_beside; fi
     hpcllm_packages
     if [ -n "${DRY_RUN:-}" ]; then return; fi
     hpcllm_starts || hpcllm_die 1 "the environment in $HPCLLM_VENV does not start; see above"

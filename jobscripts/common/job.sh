@@ -4,7 +4,8 @@
 #     hpcllm_job MACHINE VERB [ARGUMENTS...]        VERB: train, perf, preflight or run
 #
 #     what was asked for -> MACHINE/env.sh: modules, variables, how ranks start -> the Python environment, on large jobs
-#       from a place near to each node -> before `train`: preflight -> python -m hpcllm VERB on all ranks -> its exit code
+#       from a place near to each node -> before `train`: preflight -> python -m hpcllm VERB on all ranks -> its exit code;
+#       0 of `train` counts only where the run folder has the run's own record `finished`
 #
 # Variables of the caller; sbatch hands them on, and qsub does with -v NAME=VALUE:
 #     HPCLLM_ENV=FOLDER         the Python environment, if it is not the one that MACHINE/install.sh makes
@@ -17,6 +18,12 @@
 
 # shellcheck source=../local/setup.sh
 . "$(dirname "${BASH_SOURCE[0]}")/../local/setup.sh"
+
+hpcllm_module() { # use FOLDER, or purge, which warns of modules that it has to keep
+    if [ -n "${DRY_RUN:-}" ]; then echo "module $*" && return; fi
+    command -v module >/dev/null || hpcllm_die 1 "there is no command 'module' here; is this $hpcllm_machine?"
+    module "$@" || hpcllm_say "module $*: exit code $?"
+}
 
 hpcllm_load() { # MODULE...
     if [ -n "${DRY_RUN:-}" ]; then echo "module load $*" && return; fi
@@ -68,6 +75,40 @@ hpcllm_command() { # VERB ARGUMENTS...: sets `command`, what all ranks run
             command=("$python" -m hpcllm.perf "$@")
             ;;
     esac
+}
+
+hpcllm_is_finished() { # RUN.toml ARGUMENTS of train: 0: the run's own record says so; 1: it does not; else nobody can tell
+    local run=$1 words=()
+    shift
+    while [ $# -gt 0 ]; do
+        case $1 in
+            --set=*) words+=("$1") ;;
+            --set) if [ $# -gt 1 ]; then words+=(--set "$2") && shift; fi ;;
+        esac
+        shift
+    done
+    hpcllm_here "$HPCLLM_VENV/bin/python" -m hpcllm train "$run" ${words[@]+"${words[@]}"} --is-finished >&2
+}
+
+hpcllm_here() { "$@"; } # COMMAND...: on the node of this script; env.sh may say otherwise, as where Python is in an image
+
+hpcllm_end_of_training() { # CODE RUN.toml ARGUMENTS of train: the exit code to end with
+    local code=$1 answer=0
+    shift
+    case " $* " in *" --dry-run "* | *" --is-finished "*) return "$code" ;; esac
+    if [ "$code" = 0 ] && [ -z "${DRY_RUN:-}" ]; then
+        hpcllm_is_finished "$@" || answer=$?
+        case $answer in
+            0) ;;
+            1)
+                hpcllm_say "exit code 0, but the run has not recorded its end: the launcher has lost ranks without a word.
+    The same job goes on from the newest checkpoint"
+                return 1
+                ;;
+            *) hpcllm_say "could not ask whether the run is finished (exit code $answer); the launcher's exit code counts" ;;
+        esac
+    fi
+    return "$code"
 }
 
 hpcllm_preflight() { # RUN.toml ARGUMENTS of train: a bad allocation is told in the first minute
@@ -156,9 +197,15 @@ hpcllm_job() { # MACHINE VERB [ARGUMENTS...]
         *) hpcllm_die 2 "PREFLIGHT=$PREFLIGHT; valid: 0, quick, warn, or nothing for all of it" ;;
     esac
     hpcllm_prepare
+    if [ "$verb" = train ] && [ "${SLURM_RESTART_COUNT:-0}" != 0 ] && [ -z "${DRY_RUN:-}" ] &&
+        hpcllm_is_finished "$@"; then
+        hpcllm_say "the job came again, but its run is finished; nothing is started"
+        exit 0
+    fi
     if [ "$verb" = train ] && [ "${PREFLIGHT:-1}" != 0 ]; then hpcllm_preflight "$@"; fi
     hpcllm_command "$verb" "$@"
     hpcllm_on_ranks "${command[@]}" || code=$?
+    if [ "$verb" = train ]; then hpcllm_end_of_training "$code" "$@" && code=0 || code=$?; fi
     if [ "$code" = 75 ]; then hpcllm_say "exit code 75: stopped with a checkpoint; the same job goes on from there"; fi
     exit "$code"
 }

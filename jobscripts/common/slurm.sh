@@ -52,7 +52,8 @@ hpcllm_spread() { # the archive that `install.sh pack` made, if there is one and
         sbcast --force "$archive" "$folder.tar" || hpcllm_die 1 "sbcast could not copy $archive to $folder.tar"
     fi
     # shellcheck disable=SC2016 # expanded on each node
-    hpcllm_on_nodes bash -c 'rm -rf "$0" && mkdir "$0" && tar -xf "$0.tar" -C "$0" && rm "$0.tar"' "$folder"
+    hpcllm_on_nodes bash -c 'rm -rf "$0" && mkdir "$0" && tar -xf "$0.tar" -C "$0" && rm "$0.tar" || exit
+        cd "$0/environment/bin" && if [ -e conda-unpack ]; then ./python conda-unpack; fi' "$folder"
     hpcllm_copied=$folder HPCLLM_VENV=$folder/environment hpcllm_source=$folder/source
 }
 

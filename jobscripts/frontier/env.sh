@@ -47,7 +47,8 @@ hpcllm_variables() {
 }
 
 # for install.sh
-hpcllm_torch=torch==2.10.0 hpcllm_accelerator="ROCm 7.1" # [1]
+hpcllm_torch=torch==2.10.0 hpcllm_accelerator="ROCm 7.1" hpcllm_build=hip # [1]
 hpcllm_mpicc="cc -shared"                                # [2]
 hpcllm_hdf5=HDF5_ROOT # of cray-hdf5-parallel [2]
-hpcllm_make=(conda create --yes --prefix "$HPCLLM_VENV" --channel conda-forge python=3.12) # [1]
+hpcllm_make=(conda create --yes --prefix "$HPCLLM_VENV" --channel conda-forge python=3.12 conda-pack) # [1] [4]
+hpcllm_conda=yes # such an environment cannot be moved as it is, so conda-pack packs it [4]

@@ -29,6 +29,38 @@ hpcllm_mpirun() { # does not return
     "hpcllm_$(hpcllm_family)" "$ranks" "$@"
 }
 
+hpcllm_abort_file() { # exports HPCLLM_ABORTED: an empty file, into which a rank that aborts writes the job's exit code
+    HPCLLM_ABORTED=$(mktemp "${TMPDIR:-/tmp}/hpcllm-aborted-XXXXXX") || HPCLLM_ABORTED=""
+    export HPCLLM_ABORTED
+}
+
+hpcllm_end_after_abort() { # PID COMMAND...: run COMMAND, which kills, if PID stays HPCLLM_ABORT_S after a rank's abort
+    local pid=$1 left=${HPCLLM_ABORT_S:-10}
+    shift
+    while kill -0 "$pid" 2>/dev/null; do
+        sleep 1 >/dev/null 2>&1 # which, left behind for a second, shall keep nobody's pipe open
+        if [ -s "$HPCLLM_ABORTED" ] && [ $((left -= 1)) -le 0 ]; then
+            echo "hpcllm: mpirun did not end after a rank aborted the job, as when a host is out of reach; ended by force" >&2
+            "$@"
+            return
+        fi
+    done
+}
+
+hpcllm_kill_tree() { # PID: and all processes that it has started
+    local child
+    # shellcheck disable=SC2013 # words, of one line
+    for child in $(cat /proc/"$1"/task/*/children 2>/dev/null); do hpcllm_kill_tree "$child"; done
+    kill -KILL "$1" 2>/dev/null || :
+}
+
+hpcllm_exit_code() { # CODE: that of mpirun, unless a rank has aborted with another one; removes the file
+    local code=""
+    read -r code <"$HPCLLM_ABORTED" || :
+    rm -f "$HPCLLM_ABORTED"
+    echo "${code:-$1}"
+}
+
 hpcllm_family() { # of the mpirun on PATH: openmpi or mpich, whose kin (Intel, Cray, MVAPICH) share its ABI and its mpirun
     case $(mpirun --version 2>&1) in
         *"Open MPI"* | *OpenRTE* | *PRRTE* | *prte*) echo openmpi ;;
@@ -44,7 +76,7 @@ hpcllm_mpich() {
 }
 
 hpcllm_openmpi() {
-    local shared_memory=sm signalled="" code
+    local shared_memory=sm signalled="" code job watch
     hpcllm_room "$1" 17
     # Open MPI refuses root unless told twice. In a container one is root.
     if [ "$(id -u)" = 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
@@ -57,16 +89,21 @@ hpcllm_openmpi() {
     # The UCX module for windows is not usable here and says so on every window.
     export OMPI_MCA_osc=${OMPI_MCA_osc:-^ucx}
     set -m # a process group of its own: a signal to all of ours (timeout, scancel) shall reach mpirun through us alone
+    hpcllm_abort_file
     mpirun --map-by :OVERSUBSCRIBE --bind-to none -n "$@" </dev/null &
+    job=$!
     set +m
+    hpcllm_end_after_abort "$job" hpcllm_kill_tree "$job" </dev/null &
+    watch=$!
     # On SIGTERM and SIGINT mpirun gives its ranks 0.5 s, too short for a checkpoint. SIGUSR1 it hands on, then waits.
-    trap 'signalled=1; kill -USR1 $!' TERM USR1
+    trap 'signalled=1; kill -USR1 $job' TERM USR1
     # a second Ctrl-C is meant
-    trap 'signalled=1; kill -USR1 $!; trap "signalled=1; kill -INT \$!" INT' INT
-    wait $! && code=0 || code=$?
+    trap 'signalled=1; kill -USR1 $job; trap "signalled=1; kill -INT \$job" INT' INT
+    wait $job && code=0 || code=$?
     while [ -n "$signalled" ]; do # the signal ended the wait, not mpirun
         signalled=""
-        wait $! && code=0 || code=$?
+        wait $job && code=0 || code=$?
     done
-    exit "$code"
+    kill "$watch" 2>/dev/null || :
+    exit "$(hpcllm_exit_code "$code")"
 }

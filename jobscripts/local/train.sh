@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # bash jobscripts/local/train.sh [-n RANKS] [--restart] [--set key=value ...]
 #
-#     setup.sh -> prepare data/stdlib.h5 (once) -> RANKS ranks train jobscripts/local/tiny.toml -> runs/tiny
+#     setup.sh -> prepare data/stdlib.h5 (once) -> RANKS ranks train jobscripts/local/tiny.toml -> runs/tiny, and the page runs/tiny/report/index.html
 #
 # A second call goes on from the last checkpoint; --restart begins anew. All but -n is for `hpcllm train`, whose exit
 # code is ours. SIGTERM, SIGUSR1 and Ctrl-C let it finish the step and write a checkpoint; a second Ctrl-C cuts it off.
@@ -26,7 +26,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 
-hpcllm_setup
+hpcllm_setup plot # the report has pictures
 cd "$HPCLLM_ROOT"
 if [ ! -e data/stdlib.h5 ]; then
     hpcllm_say "preparing data/stdlib.h5 from the source of Python's standard library"
@@ -34,4 +34,5 @@ if [ ! -e data/stdlib.h5 ]; then
     bash jobscripts/local/mpirun.sh "$ranks" python -m hpcllm prepare --output data/stdlib.h5
 fi
 hpcllm_say "training on $ranks ranks; run folder: $HPCLLM_ROOT/runs/tiny"
-hpcllm_mpirun "$ranks" python -m hpcllm train jobscripts/local/tiny.toml ${arguments[@]+"${arguments[@]}"}
+hpcllm_mpirun "$ranks" python -m hpcllm train jobscripts/local/tiny.toml --report \
+    ${arguments[@]+"${arguments[@]}"}

@@ -4,7 +4,7 @@
 
 Nothing is fitted to a row: what there is to choose stands in hpcllm/plan/time/roofline.py and in the machine files,
 one row a type of device and one number a network. They were chosen with the tables that are not called held-out, but
-for what FSDP hides (HIDDEN_EACH in hpcllm/plan/time/passes.py), with MPT's. The held-out tables were in sight
+for what FSDP hides, which layouts say (hidden=0.75): that was chosen with MPT's. The held-out tables were in sight
 meanwhile: what large products sustain on A100 went from 0.92 to 0.90 and back with all of them on the screen. Before
 any choice, the first figures had a median error of 3 to 7 % on each held-out table.
 
@@ -19,6 +19,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 from published import Row, read_rows
 
 from hpcllm import plotting
+from hpcllm.plan.interval import MANY, WIDTH, WIDTH_OF_MANY, width
 from hpcllm.plan.prediction import Prediction, predict
 
 HERE = Path(__file__).resolve().parent
@@ -35,6 +37,13 @@ ROW_HEAD = (
     "| row | layout | measured s | predicted s | error | compute | tp | pp | bubble | dp | note |",
     "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|---|",
 )
+
+
+INTERVAL = """\
+95 % of the rows whose tables chose constants lie within a factor of exp(width) of what is predicted. The rows held out
+were not asked for it; they were in sight all the same, as the top says. Rows of tables that nobody here had seen were
+within 25 % in 93 of 100 cases, before collectives over many nodes and ZeRO-3 were corrected.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,10 @@ class Outcome:
     @property
     def error(self) -> float:
         return self.prediction.iteration_time_s / self.measured_s - 1
+
+    @property
+    def distance(self) -> float:
+        return abs(log(self.measured_s / self.prediction.iteration_time_s))
 
     def facts(self) -> dict[str, Any]:
         p, row = self.prediction, self.row
@@ -135,6 +148,20 @@ def summary_lines(outcomes: Sequence[Outcome]) -> list[str]:
     return lines
 
 
+def interval_lines(outcomes: Sequence[Outcome]) -> list[str]:
+    """The widths of hpcllm/plan/interval.py from rows that are not held out, and the share of rows inside them."""
+    lines = [
+        "| replicas | width, as in interval.py | from rows | as found | held out | of these inside |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for words, is_many, used in ((f"up to {MANY}", False, WIDTH), (f"more than {MANY}", True, WIDTH_OF_MANY)):
+        mine = [each for each in outcomes if (each.prediction.layout.dp > MANY) is is_many]
+        chosen, held = ([each for each in mine if each.row.held_out is is_held] for is_held in (False, True))
+        found, inside = width([each.distance for each in chosen]), sum(each.distance <= used for each in held)
+        lines.append(f"| {words} | {used} | {len(chosen)} | {found:.3f} | {len(held)} | {inside / len(held):.0%} |")
+    return lines
+
+
 def row_lines(outcomes: Sequence[Outcome]) -> list[str]:
     """Group by group, each row with where its time goes."""
     lines = []
@@ -160,7 +187,8 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     with plotting.figure(7, [6.4]) as (made, (axes,)):
         for number, (name, group) in enumerate(by_table(outcomes).items()):
             x, y = [each.measured_s for each in group], [each.prediction.iteration_time_s for each in group]
-            axes.plot(x, y, "o", ms=3, color=f"C{number}", label=name)
+            marker = "o^"[number // 10]  # there are ten colours
+            axes.plot(x, y, marker, ms=3, color=f"C{number % 10}", label=name)
         axes.plot(ends, ends, color=plotting.INK, linewidth=0.8)
         near = ([0.9 * end for end in ends], [1.1 * end for end in ends])
         axes.fill_between(ends, *near, color=plotting.INK, alpha=0.12, linewidth=0)
@@ -180,7 +208,8 @@ def main() -> None:
         return
     text = [f"# {(__doc__ or '').splitlines()[0]}\n", "Made by `python perf/plan/compare.py`. ![](published.png)\n"]
     furthest = sorted(outcomes, key=lambda each: -abs(each.error))[:FURTHEST]
-    text += [*summary_lines(outcomes), "\n## Furthest off\n", *ROW_HEAD, *map(_row_line, furthest)]
+    text += [*summary_lines(outcomes), "\n## The interval that `plan` prints\n", INTERVAL, *interval_lines(outcomes)]
+    text += ["\n## Furthest off\n", *ROW_HEAD, *map(_row_line, furthest)]
     text += row_lines(outcomes)
     (HERE / "published.md").write_text("\n".join(text) + "\n", encoding="utf-8")
     facts = {
@@ -189,7 +218,7 @@ def main() -> None:
     }
     (HERE / "published.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     draw(outcomes, HERE / "published.png")
-    print("\n".join(summary_lines(outcomes)))
+    print("\n".join([*summary_lines(outcomes), *interval_lines(outcomes)]))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from hpcllm.data.store import read_header
 from hpcllm.plan.layouts import Layout, parse_layout
 from hpcllm.plan.memory.predict import layout_memory
 from hpcllm.plan.models import read_model
@@ -125,7 +126,7 @@ class Run:
         keys |= {"pipeline.microbatches": layout.microbatches(samples), "pipeline.recompute": layout.recompute}
         keys |= {"optimizer.shard": layout.shard, "communication.policy": layout.policy}
         keys |= {"communication.exact_steps": 0, "communication.hash_every_steps": 0}
-        keys |= {"log.every_steps": 1, "log.tensorboard": False, "checkpoint.every_steps": 0}
+        keys |= {"log.every_steps": 1, "log.trackers": [], "checkpoint.every_steps": 0}
         return (f"--set={key}={json.dumps(value)}" for key, value in keys.items())
 
     def measured(self, store: Path) -> tuple[list[float], float]:
@@ -215,10 +216,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=["local", "cluster", "again", []], default=["local", "cluster"])
     arguments = parser.parse_args()
     store, path = arguments.store.resolve(), HERE / "own_runs.json"
-    import h5py
-
-    with h5py.File(store, "r") as file:
-        vocabulary = int(file.attrs["vocabulary"])
+    vocabulary = read_header(store).vocabulary
     old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     places = {"local": ("1 rank", "2 ranks"), "cluster": ("2 hosts",)}
     kept = [r for r in old if not any(r["place"] in places.get(part, ()) for part in arguments.parts)]

@@ -78,7 +78,7 @@ def test_verify_lists_all_damage_of_all_files(run_folder, capsys, tmp_path, writ
     assert [report["sound"] for report in reports] == [False, True, False, False]
     assert sorted((item["dataset"], item["start"]) for item in reports[0]["damage"]) == places
     assert "was cut" in reports[2]["fault"]
-    text, _ = told(capsys, "verify", *paths, code=1)
+    text = " ".join(told(capsys, "verify", *paths, code=1)[0].split())
     assert text.count("DAMAGED") == 3
     assert text.count("has changed since it was written") == 5
     assert text.count("blocks are as they were written") == 1
@@ -111,10 +111,10 @@ def test_there_and_back_by_the_commands(run_folder, tmp_path, capsys):
         (["inspect", "nothing.h5"], "there is no checkpoint 'nothing.h5'"),
         (["verify", "{run}", "nothing.h5"], "there is no checkpoint 'nothing.h5'"),
         (["verify", "empty"], "empty has no checkpoint"),
-        (["diff", "{run}", "{run}", "--tolerance", "nan"], "--tolerance nan is out of range"),
+        (["diff", "{run}", "{run}", "--tolerance", "nan"], "--tolerance: 'nan' is out of range"),
         (["compress", "{run}", "{run}/checkpoints"], "is there already"),
         (["compress", "{run}", "{run}/checkpoints/step_00000001.h5"], "is there already"),
-        (["compress", "{run}", "new.h5", "--level", "20"], "--level 20 is out of range"),
+        (["compress", "{run}", "new.h5", "--level", "20"], "--level: '20' is out of range"),
         (["decompress", "{run}", "new.h5"], "is no archive"),
     ],
 )
@@ -160,9 +160,7 @@ def test_a_signal_in_the_middle_leaves_nothing_half_written(run_folder, tmp_path
 def test_an_empty_name_is_not_the_current_folder(run_folder, monkeypatch, capsys, arguments):
     """As of an unset variable of a shell."""
     monkeypatch.chdir(run_folder)
-    with pytest.raises(SystemExit) as left:
-        main(["checkpoint", *arguments])
-    assert left.value.code == 2
+    assert main(["checkpoint", *arguments]) == 2
     assert "an empty name" in capsys.readouterr().err
 
 

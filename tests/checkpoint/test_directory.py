@@ -214,7 +214,7 @@ def test_the_largest_index_there_can_be_is_parsed_in_little_time(tmp_path, write
 
 
 def head(front: int) -> bytes:
-    return b"hpcllm checkpoint 2: index of %08d bytes, xxh3 0123456789abcdef\n" % front
+    return b"hpcllm file 3: index of %08d bytes, xxh3 0123456789abcdef\n" % front
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_other_files_are_refused(tmp_path, content):
 def test_plain_hdf5_is_refused(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["x"] = np.zeros(3)
-    with pytest.raises(CheckpointError, match=r"x\.h5: is no checkpoint of ours, or not a complete one"):
+    with pytest.raises(CheckpointError, match=r"x\.h5: is no file of ours, or not a complete one"):
         use(tmp_path / "x.h5")
 
 

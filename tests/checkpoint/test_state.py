@@ -75,6 +75,7 @@ class Place:
             pieces=[piece for kind, kept in kinds for piece in self.pieces(kind, kept, shared=True)],
             shards=self.shards,
             owned=frozenset(n for n in self.names if n != "embedding.weight" or self.pp == 0),
+            fingerprint="f0",
             tokenizer_json=TOKENIZER,
             mesh={"dp": self.dp_size, "pp": self.pp_size, "tp": self.tp_size},
         )
@@ -158,6 +159,7 @@ def test_replicas_share_the_writing(comm, shared_path):
         pieces=pieces,
         shards=Shards(shapes),
         owned=frozenset(shapes),
+        fingerprint="f0",
         tokenizer_json="",
         mesh={},
     )

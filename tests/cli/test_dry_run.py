@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,9 @@ from small_runs import store, tiny
 
 from hpcllm.cli.main import main
 from hpcllm.config.schema import load, to_tables
-from hpcllm.errors import UserError
+from hpcllm.data.prepare import PrepareOptions, prepare
+from hpcllm.data.store import TokenStore
+from hpcllm.errors import ConfigError, UserError
 from hpcllm.system.job import StopSignals
 from hpcllm.training.loop import train
 from hpcllm.training.run_lock import RunLock
@@ -99,6 +102,29 @@ def test_a_machine_gives_a_step_and_its_memory(capsys, run_file):
     assert "not predicted: the planner has no word for" in capsys.readouterr().out
 
 
+LARGE = ["--set", 'data.store=""', "--set", "model.vocabulary=128256", "--set", "run.device=cpu"]
+
+
+def test_a_rank_that_no_host_can_hold_is_refused_with_figures_and_what_would_fit(capsys, run_file):
+    """Two trillion parameters on one rank: more than the memory of any host that runs this test."""
+    keys = ("model.layers=128", "model.hidden=32768", "model.heads=256", "model.ffn=131072", "model.kv_heads=256")
+    told = refused(capsys, str(run_file), *LARGE, *(word for key in keys for word in ("--set", key)))
+    assert re.search(r"the largest rank needs [\d.]+ TB of tensors \(predicted: parameters [\d.]+ TB", told)
+    assert "but this host" in told
+
+
+def test_a_rank_that_a_device_of_the_machine_cannot_hold_is_refused(capsys, tmp_path):
+    """GPT of 6.7 billion parameters in fp32 takes 107 GB of states; on four times the ranks it fits."""
+    path = tmp_path / "run.toml"
+    path.write_text(f'[run]\nfolder = {json.dumps(str(tmp_path))}\nmachine = "frontier"\n')
+    keys = ("layers=32", "hidden=4096", "heads=32", "ffn=16384", "vocabulary=50304", "activation=gelu_tanh")
+    arguments = [str(path), *(f"--set=model.{key}" for key in keys), "--set=data.global_batch=1"]
+    told = refused(capsys, *arguments)
+    assert "a device of run.machine = 'frontier' has 68.7 GB" in told
+    key, value = re.search(r"(mesh\.\w+) = (\d+) would fit", told).groups()
+    assert main(["train", "--dry-run", *arguments, f"--set={key}={value}"]) == 0
+
+
 def test_a_run_without_a_store_is_accepted_if_its_vocabulary_is_known(capsys, run_file):
     arguments = ["--set", 'data.store=""', "--set", "model.vocabulary=300"]
     assert main(["train", "--dry-run", str(run_file), *arguments]) == 0
@@ -132,6 +158,30 @@ def test_a_run_that_would_go_on_must_be_the_same(capsys, run_file):
     changed = [str(run_file), "--set", "model.ffn=48"]
     assert "was trained otherwise: model.ffn = 48, was 44" in refused(capsys, *changed)
     assert main(["train", "--dry-run", *changed, "--restart"]) == 0
+
+
+def test_a_run_over_other_tokens_is_refused_by_fingerprint(capsys, tmp_path, run_file):
+    """The tokenizer is the same, so no other check would see it."""
+    with StopSignals() as signals:
+        train(load(run_file, ["run.steps=1"]), MPI.COMM_WORLD, signals)
+    (tmp_path / "text.txt").write_text("alpha gamma ranks " * 400)
+    options = PrepareOptions(
+        inputs=(tmp_path / "text.txt",), output=tmp_path / "b.h5", tokenizer=store(), validation_fraction=0.0
+    )
+    prepare(options, MPI.COMM_WORLD)
+    prints = [TokenStore.open(path).fingerprint for path in (store(), options.output)]
+    capsys.readouterr()
+    changed = [str(run_file), "--set", f"data.store={options.output}"]
+    told = refused(capsys, *changed)
+    assert all(text in told for text in (*prints, "run.start_from", "--restart"))
+    with pytest.raises(ConfigError, match=f"{prints[1]}.*{prints[0]}"), StopSignals() as signals:
+        train(load(run_file, ["run.steps=2", *changed[2:]]), MPI.COMM_WORLD, signals)
+
+
+@pytest.mark.parametrize(("steps", "warned"), [(1, False), (10_000_000, True)])
+def test_many_epochs_are_warned_of(capsys, run_file, steps, warned):
+    assert main(["train", "--dry-run", str(run_file), "--set", f"run.steps={steps}"]) == 0
+    assert ("they teach ever less" in capsys.readouterr().out) == warned
 
 
 def test_ranks_are_for_a_dry_run(capsys, run_file):

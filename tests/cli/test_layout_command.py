@@ -99,7 +99,7 @@ def test_nodes_of_a_machine_and_many_of_them(run_file: str, capsys: pytest.Captu
         ([], "--ranks-per-node"),
         (["--ranks-per-node", "4", "--ranks-per-package", "3"], "divides"),
         (["--ranks-per-node", "0"], "--ranks-per-node"),
-        (["--ranks-per-node", "-4"], ">= 1"),
+        (["--ranks-per-node", "-4"], "valid: 1 to"),
         (["--ranks-per-node", "4", "--ranks", "6"], "multiple of 4"),
         (["--ranks-per-node", "4", "--reorder", "no/such/folder"], "cannot be written"),
         (["--ranks-per-node", "4", "--set", "run.machine=nowhere"], "nowhere"),

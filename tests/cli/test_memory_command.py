@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import h5py
 import pytest
+from made_up_stores import write_store
 
 from hpcllm.cli.main import main
 from hpcllm.config.schema import parse
@@ -100,8 +100,7 @@ def test_the_table_names_ranks_and_what_binds(capsys, run_file):
 
 
 def test_the_vocabulary_may_come_from_the_store(capsys, run_file, tmp_path):
-    with h5py.File(tmp_path / "store.h5", "w") as file:
-        file.attrs["vocabulary"] = 50257
+    write_store(tmp_path / "store.h5", vocabulary=50257)
     want = asked(capsys, run_file)
     got = asked(capsys, run_file, "--set", "model.vocabulary=0", "--set", f"data.store={tmp_path / 'store.h5'}")
     assert got == want
@@ -113,7 +112,7 @@ def test_the_vocabulary_may_come_from_the_store(capsys, run_file, tmp_path):
         (["--set", "model.vocabulary=0"], "model.vocabulary = 0 takes its vocabulary; set one of the two"),
         (["--set", "model.vocabulary=0", "--set", "data.store=none.h5"], "model.vocabulary can be given instead"),
         (["--set", "mesh.tp=5"], "mesh.tp = 5 does not divide model.heads = 12"),
-        (["--ranks", "0"], "0 ranks; valid: 1 to"),
+        (["--ranks", "0"], "--ranks: '0' is no count; valid: 1 to"),
         (["--ranks", "6", "--set", "mesh.pp=4"], "does not divide the 6 ranks"),
         (["--set", "pipeline.microbatches=7"], "pipeline.microbatches = 7"),
         (["--set", "pipeline.recompute=full,none"], "pipeline.recompute"),

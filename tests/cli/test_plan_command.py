@@ -134,8 +134,8 @@ def test_nothing_fits(capsys):
         ([*SEARCH, "--tokens", "0"], "--tokens: '0' is no number"),
         ([*SEARCH, "--constraints", "tpp=4"], "does not choose 'tpp'"),
         ([*SEARCH, "--explain", "99999"], "--explain"),
-        ([*SEARCH, "--rank", "2"], "--rank is the row that --write takes"),
-        ([*SEARCH, "--rank", "900", "--write", "new.toml", "--constraints", "tp=4"], "--rank 900:"),
+        ([*SEARCH, "--row", "2"], "--row is the row that --write takes"),
+        ([*SEARCH, "--row", "900", "--write", "new.toml", "--constraints", "tp=4"], "--row 900:"),
         ([*SEARCH, "--plot", "a.pdf"], ".png or .svg"),
         ([*SEARCH, "--write", "there.toml"], "is there already"),
         ([*SEARCH, "--output", "x"], "does not take --output"),
@@ -178,7 +178,7 @@ def test_a_picture_is_drawn(capsys, tmp_path, name):
 @pytest.mark.parametrize("rank", [1, 3])
 def test_a_written_run_file_is_the_row_and_is_accepted(capsys, tmp_path, rank):
     path = tmp_path / "a run.toml"
-    text(capsys, [*SEARCH, "--tokens", "1e6", "--write", str(path), "--rank", str(rank)])
+    text(capsys, [*SEARCH, "--tokens", "1e6", "--write", str(path), "--row", str(rank)])
     row = search("lumi-g", SMALL, 8, 32).best[rank - 1]
     trial = tried(path, [])
     config = run_file.load(path)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_rates import made_up_tuning
 
-from hpcllm.collectives.tuning import LARGEST_FILE_BYTES, load_tuning, to_text
+from hpcllm.collectives.tuning import load_tuning, to_text
+from hpcllm.config.input_files import LARGEST_SETTINGS_BYTES
 from hpcllm.errors import ConfigError
 
 TEXT = to_text(made_up_tuning())
@@ -97,7 +98,7 @@ def test_any_bytes_are_refused(tmp_path_factory, data):
 
 
 def test_what_is_no_file_is_refused(tmp_path):
-    (tmp_path / "large").write_bytes(b"#" * (LARGEST_FILE_BYTES + 1))
+    (tmp_path / "large").write_bytes(b"#" * (LARGEST_SETTINGS_BYTES + 1))
     os.mkfifo(tmp_path / "pipe")
     for name in ("missing", "large", "pipe", "."):
         with pytest.raises(ConfigError, match="cannot read the tuning file"):

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from hpcllm.config import machines
+from hpcllm.config.machine_ranges import RANGES, WHOLE
 from hpcllm.errors import ConfigError
 from hpcllm.plan.time.roofline import FAMILIES
 
@@ -81,7 +82,7 @@ def test_every_machine_keeps_to_the_schema(name):
         assert SCHEMA[table].keys() <= values.keys() <= kinds.keys(), table
         for key, value in values.items():
             assert type(value) is kinds[key], (table, key)
-            assert kinds[key] in (str, list) or value > 0, (table, key)
+            assert kinds[key] in (str, list) or value > 0 or key == "loss_per_doubling", (table, key)
     if "device" in machine:
         assert machine["device"]["family"] in FAMILIES
         assert 0.7 < machine["device"]["usable_memory_gib"] / machine["device"]["memory_gb"] <= 1
@@ -190,3 +191,38 @@ def test_a_file_without_a_peak_is_refused_by_name(tmp_path, text):
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"machine (= )?'.*mine\.toml'"):
         machines.peak_tflops(str(path), 1)
+
+
+NUMBERS = [(table, key) for table, keys in RANGES.items() for key in keys]
+OUT_OF_RANGE = [
+    "-1",
+    "-0.5",
+    "1" + "0" * 400,
+    "9223372036854775808",
+    "nan",
+    "inf",
+    "-inf",
+    "1e308",
+    "true",
+    '"4"',
+    "[4]",
+]
+
+
+@pytest.mark.parametrize(("table", "key"), NUMBERS)
+def test_a_number_that_no_machine_has_is_refused_with_its_range(tmp_path, table, key):
+    own = tmp_path / "own.toml"
+    for value in [*OUT_OF_RANGE, *(["0"] if 0 not in RANGES[table][key] else []), *(["1.5"] if key in WHOLE else [])]:
+        own.write_text(f'name = "own"\n[{table}]\n{key} = {value}\n')
+        with pytest.raises(ConfigError, match=rf"own\.toml.*{table}\.{key} = .*valid: a (whole )?number, ") as refused:
+            machines.load(str(own))
+        assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "line", ["nodes = 0", "nodes = -4", "nodes = 1.5", 'name = "\\u001b[2J"', "name = 3", "links = 3"]
+)
+def test_the_head_of_a_file_is_checked_too(tmp_path, line):
+    (tmp_path / "own.toml").write_text(f"{line}\n")
+    with pytest.raises(ConfigError, match=line.split()[0]):
+        machines.load(str(tmp_path / "own.toml"))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hpcllm.config import schema as config
 from hpcllm.config.policies import POLICIES
-from hpcllm.config.rules import RULES, divisors
+from hpcllm.config.rules import RANGES, RULES, divisors
 from hpcllm.config.schema import Config, ModelConfig, from_tables, parse, to_tables
 from hpcllm.errors import ConfigError
 
@@ -24,7 +24,7 @@ NUMBERS = [key for key, f in KEYS.items() if f.type in ("int", "float")]
 FLOATS = [key for key in NUMBERS if KEYS[key].type == "float"]
 
 words = st.text("abcXYZ äß字🚀_-", min_size=1, max_size=8)
-positive = st.floats(1e-9, 1e9)
+positive = st.floats(1e-9, 1e6)
 fractions = st.floats(0, 0.999)
 
 
@@ -86,7 +86,10 @@ def valid_tables(draw) -> dict:
             "bucket_mib": draw(positive),
         },
         "checkpoint": {"every_steps": draw(st.integers(0, 99)), "keep": draw(st.integers(1, 9))},
-        "log": {"every_steps": draw(st.integers(1, 99)), "tensorboard": draw(st.booleans())},
+        "log": {
+            "every_steps": draw(st.integers(1, 99)),
+            "trackers": draw(st.sampled_from([[], ["wandb"], ["mlflow", "tensorboard"]])),
+        },
         "limits": {"stall_s": draw(positive)},
     }
     some = {name: {k: v for k, v in table.items() if draw(st.booleans())} for name, table in full.items()}
@@ -138,11 +141,12 @@ EDGES = {  # key -> the last values that are valid, the first that are not
     "model.rope_fraction": ([1.0], [0.0, 1 + 1e-9]),
     "run.seed": ([0, 2**63 - 1], [-1, 2**63]),
 }
-for key in NUMBERS:
-    sign, _, bound = RULES[key][0].partition(" ")
-    if key not in EDGES:
-        least, step = float(bound), 1e-9 if key in FLOATS else 1
-        EDGES[key] = ([least], [least - step]) if sign == ">=" else ([least + step], [least])
+for key, valid in RANGES.items():
+    least, most = (float(end) if key in FLOATS else end for end in (valid.least, valid.most))
+    below, above = math.nextafter(least, -1), math.nextafter(most, math.inf)
+    if key not in FLOATS:
+        below, above = least - 1, most + 1
+    EDGES[key] = ([most], [least, above]) if valid.above else ([least, most], [below, above])
 
 
 @pytest.mark.parametrize("key", NUMBERS)
@@ -182,7 +186,7 @@ def test_a_key_in_the_file_wins_over_the_preset_and_set_wins_over_both():
         ("mesh.dp=4", "mesh.dp", 4),
         ("optimizer.learning_rate=1e-3", "optimizer.learning_rate", 1e-3),
         ("optimizer.weight_decay=0", "optimizer.weight_decay", 0.0),
-        ("log.tensorboard=false", "log.tensorboard", False),
+        ('log.trackers=["wandb"]', "log.trackers", ("wandb",)),
         ("pipeline.layers=[1, 3]", "pipeline.layers", (1, 3)),
         ("pipeline.layers=[]", "pipeline.layers", ()),
     ],
@@ -200,7 +204,7 @@ def test_words_of_the_command_line(override, key, value):
         ({"qqq": {}}, ["unknown table [qqq]", "valid: checkpoint, communication"]),
         (
             {"mesh": {"ordr": 2}},
-            ["unknown key mesh.ordr", "did you mean order?", "dp, order, pp, sequence_parallel, tp"],
+            ["unknown key mesh.ordr", "did you mean mesh.order?", "dp, order, pp, sequence_parallel, tp"],
         ),
         ({"mesh": 3}, ["mesh = 3", "table"]),
         ({"model": {"preset": "gpt2-124"}}, ["model.preset = 'gpt2-124'", "did you mean gpt2-124m?"]),
@@ -210,13 +214,15 @@ def test_words_of_the_command_line(override, key, value):
         ({"run": {"steps": True}}, ["run.steps = True", "a whole number"]),
         ({"optimizer": {"epsilon": True}}, ["optimizer.epsilon = True", "a number"]),
         ({"run": {"name": 1}}, ["run.name = 1", "a string"]),
-        ({"log": {"tensorboard": 1}}, ["log.tensorboard = 1", "true or false"]),
+        ({"log": {"trackers": "wandb"}}, ["log.trackers = 'wandb'", '["tensorboard"]']),
+        ({"log": {"trackers": ["wand"]}}, ["log.trackers = ['wand']", "tensorboard, wandb, mlflow"]),
+        ({"checkpoint": {"asynchronous": 1}}, ["checkpoint.asynchronous = 1", "true or false"]),
         ({"model": {"norm": "batchnorm"}}, ["model.norm = 'batchnorm'", "'layernorm', 'rmsnorm'"]),
         ({"model": {"norm": ["rmsnorm"]}}, ["model.norm = ['rmsnorm']", "'layernorm'"]),
         ({"run": {"name": "a/b"}}, ["run.name = 'a/b'", "without '/'"]),
         ({"run": {"name": ""}}, ["run.name = ''"]),
         ({"run": {"name": ".."}}, ["run.name = '..'"]),
-        ({"mesh": {"tp": 0}}, ["mesh.tp = 0", ">= 1"]),
+        ({"mesh": {"tp": 0}}, ["mesh.tp = 0", "1 to 2^20"]),
         ({"mesh": {"order": "dp,pp"}}, ["mesh.order = 'dp,pp'", "tp, dp and pp"]),
         ({"model": {"hidden": 100, "heads": 3}}, ["hidden = 100", "heads = 3", "1, 2, 4, 5, 10, 20, 25"]),
         ({"model": {"hidden": 12, "heads": 6, "kv_heads": 4}}, ["kv_heads = 4", "heads = 6", "1, 2, 3, 6"]),
@@ -234,11 +240,11 @@ def test_words_of_the_command_line(override, key, value):
         ({"pipeline": {"layers": 4}}, ["layers = 4", "list of whole numbers", "[5, 6, 6, 5]"]),
         ({"pipeline": {"layers": [2, "2"]}}, ["layers = [2, '2']", "list of whole numbers"]),
         ({"pipeline": {"layers": [2, True]}}, ["layers = [2, True]", "list of whole numbers"]),
-        ({"pipeline": {"layers": [4, 0]}}, ["layers = [4, 0]", "at least one"]),
+        ({"pipeline": {"layers": [4, 0]}}, ["layers = [4, 0]", "1 to 1024 blocks"]),
         ({"model": {"layers": 4}, "pipeline": {"layers": [2, 3]}}, ["[2, 3] adds up to 5", "model.layers = 4", "[]"]),
         ({"communication": {"algorithm": "native", "gradients": "bf16"}}, ["algorithm = 'native'", "'bf16'", "'raw'"]),
         ({"communication": {"algorithm": "node_window", "policy": "zhybrid"}}, ["'node_window'", "'zfp:8'", "'auto'"]),
-        ({"log": {"trace_steps": [3, 0]}}, ["log.trace_steps = [3, 0]", "from 1 on"]),
+        ({"log": {"trace_steps": [3, 0]}}, ["log.trace_steps = [3, 0]", "from 1 to 1e9"]),
         ({"run": {"steps": 9}, "log": {"trace_steps": [9, 10]}}, ["trace_steps has 10", "run.steps = 9", "1 to that"]),
         ({"communication": {"gradients": "int9"}}, ["gradients = 'int9'", "int8:256"]),
         ({"communication": {"forward": "int8:100"}}, ["forward = 'int8:100'", "int8:32 to int8:4096"]),

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
+import csv
 import gzip
+import io
 import json
+import lzma
+import random
 from collections import Counter
 
 import pytest
@@ -17,6 +22,9 @@ from hpcllm.data.inputs import Unit, find_units, share
 from hpcllm.errors import DataError
 
 TEXTS = [f"line {i} " + "é" * (i % 50) + "." for i in range(400)]
+
+
+COMPRESS = {"gz": gzip.compress, "zst": zstandard.compress, "bz2": bz2.compress, "xz": lzma.compress}
 
 
 def jsonl(texts):
@@ -92,7 +100,7 @@ def test_shares_are_contiguous_and_off_by_less_than_a_unit(sizes, ranks):
     assert all(sum(unit.size + 1 for unit in part) <= fair + max(sizes) + 1 for part in shares if part)
 
 
-@pytest.mark.parametrize(("kind", "compress"), [("gz", gzip.compress), ("zst", zstandard.compress)])
+@pytest.mark.parametrize(("kind", "compress"), COMPRESS.items())
 def test_of_a_compressed_file_cut_anywhere_a_prefix_is_kept_and_the_damage_named(tmp_path, kind, compress):
     whole = compress(jsonl(TEXTS[:200])) + compress(jsonl(TEXTS[200:]))
     path = tmp_path / f"rows.jsonl.{kind}"
@@ -107,7 +115,7 @@ def test_of_a_compressed_file_cut_anywhere_a_prefix_is_kept_and_the_damage_named
         assert [item.reason for item in items if isinstance(item, Problem)] == ([] if cut in seams else [DAMAGED])
 
 
-@pytest.mark.parametrize(("kind", "compress"), [("gz", gzip.compress), ("zst", zstandard.compress)])
+@pytest.mark.parametrize(("kind", "compress"), COMPRESS.items())
 def test_a_compressed_file_with_a_wrong_byte_never_raises(tmp_path, kind, compress):
     whole = bytearray(compress(jsonl(TEXTS)))
     path = tmp_path / f"rows.jsonl.{kind}"
@@ -119,24 +127,34 @@ def test_a_compressed_file_with_a_wrong_byte_never_raises(tmp_path, kind, compre
         whole[place] ^= 0x55
 
 
-@pytest.mark.parametrize("suffix", ["txt", "txt.gz", "txt.zst", "jsonl", "jsonl.zst"])
+@pytest.mark.parametrize("suffix", ["txt", "txt.gz", "txt.zst", "txt.xz", "txt.bz2", "jsonl", "jsonl.zst"])
 def test_what_is_too_large_is_dropped_before_it_fills_the_memory(tmp_path, suffix):
     data = jsonl(["x" * 5000, "small"])
-    compress = {"gz": gzip.compress, "zst": zstandard.compress}.get(suffix.split(".")[-1], bytes)
+    compress = COMPRESS.get(suffix.split(".")[-1], bytes)
     (tmp_path / f"big.{suffix}").write_bytes(compress(data))
     items = read(tmp_path / f"big.{suffix}", largest_bytes=2000)
     assert [item.reason for item in items if isinstance(item, Problem)] == [TOO_LARGE]
     assert texts_of(items) == (["small"] if "jsonl" in suffix else [])
 
 
-def test_a_bomb_costs_no_memory(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "compressor"),
+    [
+        ("txt.zst", zstandard.ZstdCompressor(level=19).compressobj()),
+        ("txt.bz2", bz2.BZ2Compressor(9)),
+        ("json.xz", lzma.LZMACompressor()),
+        ("csv.xz", lzma.LZMACompressor()),
+    ],
+)
+def test_a_bomb_costs_no_memory(tmp_path, kind, compressor):
     import tracemalloc
 
-    compressor = zstandard.ZstdCompressor(level=19).compressobj()
-    bomb = b"".join(compressor.compress(bytes(2**20)) for _ in range(200)) + compressor.flush()
-    (tmp_path / "bomb.txt.zst").write_bytes(bomb)
+    pieces = [b'["' if "json" in kind else b'text\n"', *[b"0" * 2**20] * (200 if "zst" in kind else 24)]
+    bomb = b"".join(map(compressor.compress, pieces)) + compressor.flush()
+    path = tmp_path / f"bomb.{kind}"
+    path.write_bytes(bomb)
     tracemalloc.start()
-    items = read(tmp_path / "bomb.txt.zst", largest_bytes=2**20)
+    items = read(path, largest_bytes=2**20)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert [item.reason for item in items] == [TOO_LARGE]
@@ -168,4 +186,101 @@ def test_a_circle_of_links_ends(tmp_path):
     assert sum(skipped.values()) == 1
     (tmp_path / "folder" / "a.txt").unlink()
     with pytest.raises(DataError, match="nothing to read"):
+        find_units([tmp_path], Counter())
+
+
+ROWS = ["one", "two\nlines", 'a "quote", and a comma', "naïve 中文", "x" * 70_000, "\U0001f680" * 3]
+
+
+def as_csv(texts, delimiter=","):
+    out = io.StringIO()
+    table = csv.writer(out, delimiter=delimiter)
+    table.writerows([["id", "text"], *([i, text] for i, text in enumerate(texts))])
+    return out.getvalue().encode()
+
+
+def as_parquet(texts):
+    import pyarrow
+    import pyarrow.parquet
+
+    out = io.BytesIO()
+    table = pyarrow.table({"id": list(range(len(texts))), "text": texts})
+    pyarrow.parquet.write_table(table, out, row_group_size=4)
+    return out.getvalue()
+
+
+TABLES = {
+    "json": lambda texts: json.dumps([{"text": text} for text in texts], indent=1).encode(),
+    "csv": as_csv,
+    "tsv": lambda texts: as_csv(texts, "\t"),
+    "parquet": as_parquet,
+    "ndjson": jsonl,
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("compression", ["", *COMPRESS])
+def test_a_row_of_a_table_is_a_document(tmp_path, kind, compression):
+    if kind == "parquet" and compression:
+        pytest.skip("Parquet compresses its columns itself")
+    path = tmp_path / f"rows.{kind}{'.' if compression else ''}{compression}"
+    path.write_bytes(COMPRESS.get(compression, bytes)(TABLES[kind](ROWS)))
+    assert texts_of(read(path)) == ROWS
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
+def test_of_a_table_cut_anywhere_or_changed_a_prefix_is_kept_and_the_rest_named(tmp_path, kind):
+    generator, whole = random.Random(1), TABLES[kind](TEXTS[:90])
+    path = tmp_path / f"rows.{kind}"
+    for trial in range(60):
+        data = bytearray(whole)
+        if trial % 2:
+            del data[generator.randrange(1, len(data)) :]
+        else:
+            data[generator.randrange(len(data))] = generator.randrange(256)
+        path.write_bytes(data)
+        items = read(path)
+        assert all(isinstance(item, (Document, Problem)) for item in items)
+        kept = texts_of(items)
+        if trial % 2 and kind != "csv":  # a CSV cut at the end of a row is one of fewer rows
+            assert kept == TEXTS[: len(kept)]
+            assert any(isinstance(item, Problem) for item in items)
+
+
+@given(st.binary(max_size=60) | st.text(alphabet='[]{},:" \\\\utex1e-n\n').map(str.encode))
+@settings(deadline=None)
+def test_bytes_of_any_kind_are_read_or_named(tmp_path_factory, data):
+    for kind in ("json", "csv", "tsv", "jsonl"):
+        path = tmp_path_factory.getbasetemp() / f"any.{kind}"
+        path.write_bytes(data)
+        assert all(isinstance(item, (Document, Problem)) for item in read(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("a.json", b'{"text": "x"} {"text": "y"}', "no JSON array"),
+        ("a.json", b'[{"text": "x"}, 5]', "field missing"),
+        ("a.json", b"[" * 100_000, "no JSON array"),
+        ("a.csv", b"name,body\n1,2\n", "table without the field"),
+        ("a.csv", b'text\nfine\n"open', "table that breaks off"),
+        ("a.parquet", b"PAR1 no", "table that breaks off"),
+    ],
+)
+def test_what_is_no_such_table_is_named(tmp_path, name, data, reason):
+    (tmp_path / name).write_bytes(data)
+    assert any(item.reason.startswith(reason) for item in read(tmp_path / name) if isinstance(item, Problem))
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a.docx", "a.txt.zip", "model.safetensors"])
+def test_an_unknown_suffix_is_rejected_by_name(tmp_path, name):
+    (tmp_path / name).write_bytes(b"text")
+    with pytest.raises(DataError, match=rf"{name}' has the unknown suffix '\..*valid: .*\.parquet.*\.xz"):
+        find_units([tmp_path / name], Counter())
+
+
+def test_parquet_without_its_library_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(as_parquet(["x"]))
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(DataError, match="pip install pyarrow"):
         find_units([tmp_path], Counter())

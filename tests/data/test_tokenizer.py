@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import re
+import time
 
 import pytest
 from hypothesis import example, given, settings
@@ -123,3 +127,59 @@ def test_tokens_of_llama_2_stand_for_their_bytes():
 def test_what_is_no_tokenizer_is_rejected(text):
     with pytest.raises(DataError, match="tokenizer cannot be read"):
         bpe.Encoder(text)
+
+
+ORDINARY = st.lists(st.sampled_from([*"ab1 \n-_é中", " ", "word ", "x" * 200, "-" * 250, "7" * 255]), max_size=30)
+LONG = st.lists(st.sampled_from([" ", "\n", "a" * 300, "-" * 257, "_-" * 400, "12" * 500, " " * 513]), max_size=12)
+
+
+@given((ORDINARY | LONG).map("".join))
+@settings(deadline=None)
+@example("a" * bpe.LONGEST_WORD)
+@example("-" + "a" * (bpe.LONGEST_WORD + 1) + "-")
+def test_words_are_cut_where_they_are_too_long_and_nowhere_else(text):
+    pieces = bpe.cut_long_words(text)
+    assert "".join(pieces) == text
+    words = [len(word) for word in re.findall(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+", text)]
+    assert len(pieces) - 1 == sum((length - 1) // bpe.LONGEST_WORD for length in words)
+
+
+def test_training_is_not_quadratic_in_the_longest_word():
+    """Once 59 s on one line of 250,000 letters."""
+    start_s = time.monotonic()
+    trained = bpe.train([*TEXTS, "x" * 250_000], 350)
+    assert time.monotonic() - start_s < 10
+    assert bpe.long_words([*TEXTS, "x" * 250_000]) == 976
+    assert bpe.Encoder(trained).decode(bpe.Encoder(trained).encode(["x" * 250_000])[0]) == b"x" * 250_000
+
+
+def hostile(**more):
+    model = {"type": "BPE", "vocab": {"a": 0}, "merges": []} | more.pop("model", {})
+    return json.dumps({"version": "1.0", "model": model, "added_tokens": []} | more)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        hostile(model={"vocab": {"a": 2**32 - 1}}),
+        hostile(model={"merges": [["a", "b"]] * 3}),
+        "[" * 200_000,
+        '{"a":' * 200_000,
+        "\x00" * 1000,
+    ],
+)
+def test_hostile_tokenizers_are_refused_in_words(tmp_path, text):
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(DataError, match=r"tokenizer"):
+        bpe.load(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match="the tokenizer"):
+        bpe.Encoder(text)
+
+
+def test_a_tokenizer_is_a_regular_file_of_bounded_size(tmp_path):
+    with open(tmp_path / "sparse.json", "wb") as file:
+        file.truncate(2**40)
+    os.mkfifo(tmp_path / "pipe.json")
+    for path in (tmp_path / "sparse.json", tmp_path / "pipe.json", tmp_path):
+        with pytest.raises(DataError, match="cannot be read"):
+            bpe.load(path)

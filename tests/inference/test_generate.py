@@ -48,6 +48,7 @@ def checkpoint_of(
         pieces=[Piece("model", name, 0, p.numel(), p.view(-1)) for name, p in parameters.items()],
         shards=Shards(parameter_shapes(model)),
         owned=frozenset(parameters),
+        fingerprint="f0",
         tokenizer_json=tokenizer,
         mesh={"dp": 1, "pp": 1, "tp": 1},
     )

@@ -6,11 +6,14 @@ checks them all by shellcheck.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,7 @@ MACHINE_OF = {  # of each folder, the file in hpcllm/config/machines
     "lumi": "lumi-g",
     "perlmutter": "perlmutter",
     "leonardo": "leonardo",
+    "alps": "alps",
     "aurora": "aurora",
 }
 VERBS = ("train", "perf", "preflight", "run")
@@ -260,6 +264,98 @@ def test_a_container_stands_between_the_device_and_python(tmp_path):
         assert command.index("singularity") > command.index("ROCR_VISIBLE_DEVICES")
 
 
+def test_lumi_takes_its_own_container_unless_told_otherwise():
+    """Its MPICH is met through PMI 2, and is no Cray MPICH, whose variables it would not know."""
+    lines = dry_run(script_of("lumi", "train"), RUN)
+    assert lines[1:4] == [
+        "module purge",
+        "module use /appl/local/laifs/modules",
+        "module load lumi-aif-singularity-bindings",
+    ]
+    images = [word for word in started(lines)[-1] if word.endswith(".sif")]
+    assert len(images) == 1
+    assert images[0].startswith("/appl/local/laifs/containers/lumi-multitorch-")
+    assert 'SLURM_MPI_TYPE="pmi2"' in lines
+    assert not any(line.startswith("MPICH_") for line in lines)
+    bare = dry_run(script_of("lumi", "train"), RUN, HPCLLM_CONTAINER="none")
+    assert bare[1] == "module purge"
+    assert "module load rocm/6.3.4" in bare
+    assert 'MPICH_GPU_SUPPORT_ENABLED="1"' in bare
+    assert not any(line.startswith("SLURM_MPI_TYPE") for line in bare)
+    assert "singularity" not in started(bare)[-1]
+
+
+def test_an_image_that_is_not_there_is_named_with_where_to_look(tmp_path):
+    modules = tmp_path / "modules"  # a login shell's command, which the script only needs to find
+    modules.write_text("module() { :; }\n")
+    done = run("bash", FOLDERS / "lumi" / "install.sh", BASH_ENV=str(modules), HPCLLM_CONTAINER="/no such/image.sif")
+    assert done.returncode == 2
+    assert "no container image '/no such/image.sif'. ls /appl/local/laifs/containers shows" in done.stderr
+    there = tmp_path / "an image.sif"
+    there.touch()
+    done = run(
+        "bash",
+        FOLDERS / "lumi" / "install.sh",
+        BASH_ENV=str(modules),
+        HPCLLM_CONTAINER=str(there),
+        HPCLLM_ENV=str(tmp_path / "env"),
+    )
+    assert f"container: {there}\n" in done.stderr
+    assert done.returncode == 1  # without singularity here
+    assert "environment: failed" in done.stderr
+
+
+def test_an_environment_made_in_an_image_sees_the_packages_of_the_image(tmp_path):
+    """Where those are in a virtual environment, as this test's are; pip counts them as installed."""
+    new = tmp_path / "new env"
+    made = run(sys.executable, "-m", "venv", "--without-pip", "--system-site-packages", new)
+    assert made.returncode == 0, made.stderr
+    look = "import importlib.metadata as m; print(m.version('torch'), m.version('pytest'))"
+    assert run(new / "bin/python", "-c", look).returncode != 0  # why the step is needed
+    seen = run(sys.executable, FOLDERS / "common" / "packages_beside.py", new)
+    assert seen.returncode == 0, seen.stderr
+    done = run(new / "bin/python", "-c", look)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == run(sys.executable, "-c", look).stdout
+
+
+def test_an_environment_whose_torch_is_made_for_something_else_is_refused():
+    """This one's is made for CPUs, or for the devices of one vendor."""
+    build = "cuda" if "rocm" in importlib.metadata.version("torch") else "hip"
+    start = f"""
+        . "{FOLDERS}/common/install.sh"; hpcllm_inside=() hpcllm_build={build}
+        hpcllm_python() {{ "$0" "$@"; }}
+        hpcllm_starts
+    """
+    done = run("bash", "-c", start, sys.executable, PYTHONPATH=str(ROOT))
+    assert done.returncode == 1, done.stderr
+    assert f"is not made for {build}, so it sees no device of this machine" in done.stderr
+
+
+def test_a_packed_environment_of_conda_starts_in_another_place(tmp_path):
+    """An environment with what conda-pack takes for conda's marks; its files name the folder it was made in."""
+    made = tmp_path / "made here"
+    assert run(sys.executable, "-m", "venv", "--without-pip", made).returncode == 0
+    (made / "conda-meta").mkdir()
+    (made / "conda-meta/history").touch()
+    (made / "bin/conda-pack").symlink_to(Path(sys.executable).with_name("conda-pack"))
+    pack = f'. "{FOLDERS}/common/install.sh"; hpcllm_inside=() hpcllm_conda=yes HPCLLM_VENV=$0; hpcllm_pack'
+    done = run("bash", "-euc", pack, made)
+    assert done.returncode == 0, done.stderr
+    there = tmp_path / "there"
+    with tarfile.open(f"{made}.tar") as archive:
+        names = archive.getnames()
+        archive.extractall(there, filter="fully_trusted")
+    assert "source/hpcllm/__init__.py" in names
+    assert {name.partition("/")[0] for name in names} == {"environment", "source"}
+    assert (there / "environment/bin/conda-unpack").exists()
+    done = run(there / "environment/bin/python", there / "environment/bin/conda-unpack")
+    assert done.returncode == 0, done.stderr
+    start = "import sys; sys.path[:0] = sys.argv[1:]; import hpcllm; print(sys.prefix, hpcllm.__file__)"
+    done = run(there / "environment/bin/python", "-c", start, there / "source")
+    assert done.stdout.split() == [f"{there}/environment", f"{there}/source/hpcllm/__init__.py"], done.stderr
+
+
 @pytest.mark.parametrize("folder", ["slurm", *MACHINE_OF])
 @pytest.mark.parametrize(
     ("arguments", "says"),
@@ -288,8 +384,12 @@ def test_a_script_that_cannot_find_its_repository_says_what_to_set(tmp_path):
 
 @pytest.mark.parametrize("folder", MACHINE_OF)
 def test_an_install_shows_its_steps(folder):
-    lines = dry_run(FOLDERS / folder / "install.sh")
+    lines = dry_run(FOLDERS / folder / "install.sh", HPCLLM_CONTAINER="none")
     steps = [line for line in lines if not line.startswith("module ")]
+    if folder == "alps":  # the uenv has mpi4py for its own MPI
+        assert len(steps) == 2
+        assert all("uenv run --view=default pytorch/" in step for step in steps)
+        return
     assert re.match("conda create|python3 -m venv", steps[0])
     (mpi4py,) = [line for line in steps if "--no-binary mpi4py" in line]
     assert "MPICC=" in mpi4py  # compiled by the machine's own compiler
@@ -297,6 +397,17 @@ def test_an_install_shows_its_steps(folder):
     done = run("bash", FOLDERS / folder / "install.sh", "pakc", DRY_RUN="1")
     assert done.returncode == 2
     assert "'pakc' is unknown" in done.stderr
+
+
+def test_an_install_in_a_container_adds_only_what_its_image_lacks():
+    lines = dry_run(FOLDERS / "lumi" / "install.sh", HPCLLM_CONTAINER="/images/torch.sif", HPCLLM_ENV="/env")
+    steps = [shlex.split(line) for line in lines if not line.startswith("module ")]
+    inside = ["singularity", "exec", "/images/torch.sif"]
+    assert [step[step.index("singularity") :][:3] for step in steps] == [inside] * 3
+    assert steps[0][3:] == ["python3", "-m", "venv", "--system-site-packages", "/env"]
+    assert steps[1][3:] == ["python3", str(FOLDERS / "common" / "packages_beside.py"), "/env"]
+    assert "--editable" in steps[2]
+    assert not any("torch==" in word or "--index-url" in word for step in steps for word in step)
 
 
 def test_an_install_goes_on_with_the_step_that_failed(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpcllm.errors import UserError
+from hpcllm.errors import NonFiniteError, UserError
 from hpcllm.model.attention import KeyValueCache
 from hpcllm.model.initialisation import build
 from hpcllm.model.sampling import TokenSampler, check_prompt, check_settings, generate, local_next_token
@@ -33,6 +33,14 @@ def sample(decoder, new_tokens=30, temperature=1.0, top_k=0, seed=0, stop=None, 
     check_prompt(prompt, decoder.model.vocabulary)
     next_token = local_next_token(decoder, drawing(decoder, temperature, top_k, seed), len(prompt) + new_tokens)
     return list(generate(next_token, prompt, new_tokens, decoder.model.max_sequence, stop))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_are_said(value, temperature):
+    logits = torch.tensor([0.0, value, 1.0])
+    with pytest.raises(NonFiniteError, match="the logits of the next token are not finite"):
+        TokenSampler(temperature, 0, 3, torch.Generator()).token(logits)
 
 
 def test_cached_logits_are_those_of_a_whole_pass(decoder):

@@ -132,7 +132,7 @@ mesh = {{pp = {pp}}}
 pipeline = {{microbatches = 4}}
 communication = {{algorithm = "ring"}}
 checkpoint = {{every_steps = 0}}
-log = {{every_steps = 1, tensorboard = false}}
+log = {{every_steps = 1, trackers = []}}
 limits = {{stall_s = {limit_s}}}
 """
 TRAINING_STALL_S = 5

@@ -9,7 +9,8 @@ from hpcllm.config.schema import MeshConfig
 from hpcllm.errors import ReplicaError
 from hpcllm.mpi.mesh import open_mesh
 from hpcllm.mpi.wait import Waits
-from hpcllm.optim.replica_check import check_replicas
+from hpcllm.optim.flat_buffers import MODEL, Piece
+from hpcllm.optim.replica_check import WHAT, check_replicas, check_state
 
 
 def parameters(tp_rank: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -44,8 +45,32 @@ def test_one_bit_on_one_rank_is_found_by_all(comm, name, bit):
                 mine[name].view(-1).view(torch.int32)[-1] ^= -(2**31) if bit == 31 else 1
             with pytest.raises(ReplicaError, match=f"step 7: replicas .* 1 of 5 differ, first {name}: rank") as caught:
                 check_replicas(mine, mesh, Waits(30.0), 7)
-            others = ", ".join(str(rank) for rank in range(1, comm.size)) if odd == 0 else str(odd)
-            assert f" {others} against rank 0" in str(caught.value)
+            if comm.size == 2:
+                assert "rank 1 against rank 0, and no majority tells who is right" in str(caught.value)
+            else:
+                assert f"rank {odd} against {comm.size - 1} others that agree" in str(caught.value)
+
+
+@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("kind", WHAT)
+@pytest.mark.parametrize("shard", ["none", "states", "all"])
+def test_whatever_several_ranks_hold_is_compared(comm, kind, shard):
+    """A bit of one rank's parameters or states is found wherever another rank has the same; alone it cannot be."""
+    for tp in {1, comm.size}:
+        with open_mesh(comm, MeshConfig(tp=tp)) as mesh:
+            whole = parameters(mesh.tp.rank)
+            pieces = [Piece(k, n, 0, x.numel(), x.clone().view(-1)) for k in WHAT for n, x in whole.items()]
+            check_state(whole, pieces, mesh, Waits(30.0), 7, shard)
+            if comm.rank == comm.size - 1:
+                (piece,) = (piece for piece in pieces if (piece.kind, piece.name) == (kind, "norm.weight"))
+                piece.values[3] += 1
+            # with weights whole on each replica, the parameters themselves are compared, not the owned range of them
+            seen = (shard == "all" and tp > 1) if kind == MODEL else (shard == "none" or tp > 1)
+            if seen:
+                with pytest.raises(ReplicaError, match=f"the same {WHAT[kind]}; 1 of [0-9]+ differ, first norm.weight"):
+                    check_state(whole, pieces, mesh, Waits(30.0), 7, shard)
+            else:
+                check_state(whole, pieces, mesh, Waits(30.0), 7, shard)
 
 
 @pytest.mark.parallel([2, 3, 4])

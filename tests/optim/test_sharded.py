@@ -334,7 +334,7 @@ def test_any_level_goes_on_from_any_other_with_validation_and_checks_on_the_way(
             run={"name": f"{name} {comm.size}", "folder": tiny().run.folder, "steps": steps},
             optimizer=flat,
             communication={"hash_every_steps": 2, "bucket_mib": 0.02},
-            log={"every_steps": 1, "validation_every_steps": 3, "tensorboard": False},
+            log={"every_steps": 1, "validation_every_steps": 3, "trackers": []},
         )
         with StopSignals() as signals:
             train(config, comm, signals)

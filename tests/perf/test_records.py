@@ -7,12 +7,15 @@ import json
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hpcllm.errors import ConfigError, DataError
 from hpcllm.perf.picture import draw
 from hpcllm.perf.records import (
     TRANSFER,
     Record,
+    columns_of,
     finite,
     markdown,
     read_json,
@@ -93,8 +96,8 @@ def test_what_is_not_finite_is_null():
 
 
 def test_columns_do_not_move_as_rows_come():
-    lines = [table_head(TRANSFER), *(table_row(row) for row in several())]
-    lines.append(table_row(record(median_s=12.34, bytes=3, rel_error=None, algbw_gb_s=123.4, ratio=31.25)))
+    lines = [table_head(TRANSFER), *(table_row(row, TRANSFER) for row in several())]
+    lines.append(table_row(record(median_s=12.34, bytes=3, rel_error=None, algbw_gb_s=123.4, ratio=31.25), TRANSFER))
     places = {line.index(line.split()[1]) for line in lines}  # where the algorithm begins
     assert len(places) == 1
     end = lines[0].index("min") + 3
@@ -107,6 +110,26 @@ def test_columns_do_not_move_as_rows_come():
 )
 def test_times_have_three_digits_and_a_unit(value_s, text):
     assert seconds_text(value_s) == text
+
+
+@given(
+    operation=st.sampled_from(["allreduce", "codec"]),
+    median_s=st.floats(1e-7, 1e5),
+    slowest=st.floats(1, 1e6),
+    size=st.sampled_from([1, 12, 1 << 20, 512 << 20, 64 << 30]),
+    rate_gb_s=st.floats(1e-13, 1e5),
+    bound=st.none() | st.floats(1e-9, 20),
+    ratio=st.floats(0.01, 99),
+)
+def test_a_row_of_the_narrow_table_fits_in_80_columns(operation, median_s, slowest, size, rate_gb_s, bound, ratio):
+    times = {"median_s": median_s, "min_s": median_s, "max_s": median_s * slowest, "spread": slowest - 1}
+    rates = {"algbw_gb_s": rate_gb_s, "busbw_gb_s": rate_gb_s, "moved_gb_s": rate_gb_s}
+    bounds = {"bound_s": bound and bound * median_s, "memcpy_share": bound}
+    names = {"operation": operation, "algorithm": "recursive_doubling", "codec": "int8:1024:sr"[:11], "ratio": ratio}
+    one = record(**names, **times, **rates, **bounds, bytes=size)
+    columns = columns_of(one, wide=False)
+    assert len(table_row(one, columns)) <= 80
+    assert len(table_head(columns)) <= 80
 
 
 def test_markdown_has_one_table_for_each_run_and_one_row_for_each_record():

@@ -65,7 +65,7 @@ def test_the_table_for_people(comm, shared_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     if comm.rank == 0:
         assert lines[0].startswith("wrote ")
-        assert [line.split()[:3] for line in lines[2:-1]] == [
+        assert [line.split()[:3] for line in lines if line.split()[0] == "allreduce"] == [
             ["allreduce", "4096", "raw"],
             ["allreduce", "4096", "bf16"],
         ]
@@ -76,7 +76,8 @@ def test_the_table_for_people(comm, shared_path, capsys):
 def test_only_rates(comm, shared_path, capsys):
     assert tune.run(arguments("--output", str(shared_path / "t"), "--codecs", "bf16", "--rates-only"), comm) == 0
     assert load_tuning(shared_path / "t").rates.copy_gb_s > 0
-    assert len(capsys.readouterr().out.splitlines()) == (comm.rank == 0)
+    said = capsys.readouterr().out
+    assert said.startswith("wrote ") if comm.rank == 0 else not said
 
 
 @pytest.mark.parallel([1, 2])
@@ -86,7 +87,7 @@ def test_only_rates(comm, shared_path, capsys):
         (("--codecs", "int9"), "--codecs.*int9.*int8:256"),
         (("--codecs", ""), "--codecs"),
         (("--sizes", "0"), "--sizes"),
-        (("--operations", "reduce"), "--operations 'reduce' is unknown; valid: allreduce"),
+        (("--operations", "reduce"), "--operations 'reduce' is unknown; did you mean .*valid: .*allreduce"),
         (("--output", "no such folder/tuning.toml"), "--output.*cannot be written"),
         (("--output", "/"), "--output '/' cannot be written"),
     ],

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hpcllm.errors import ScheduleError
 from hpcllm.pipeline.actions import Action, Op, Placement
 from hpcllm.pipeline.checker import check
-from hpcllm.pipeline.schedules import SCHEDULES, Schedule, forward_only, make_schedule
+from hpcllm.pipeline.schedules import MOST_SCHEDULED, SCHEDULES, Schedule, forward_only, make_schedule
 from tests.pipeline.rendezvous import runs
 from tests.pipeline.shapes import made, shapes, small
 
@@ -207,4 +207,6 @@ def test_messages_with_one_tag_have_to_be_posted_in_the_order_of_their_sends():
 def test_the_checker_is_not_fooled_by_many_microbatches_and_few_actions():
     rows = ((Action(Op.FORWARD, 0), Action(Op.BACKWARD, 0)),)
     with pytest.raises(ScheduleError, match="F1 is missing"):
-        check(Schedule("short", Placement(1), 4_000_000, rows))
+        check(Schedule("short", Placement(1), MOST_SCHEDULED, rows))
+    with pytest.raises(ScheduleError, match="at most"):
+        check(Schedule("short", Placement(1), MOST_SCHEDULED + 1, rows))

@@ -48,17 +48,17 @@ def test_what_is_held_in_full_is_what_waits_for_its_w_and_never_more_than_is_liv
 
 
 def test_a_schedule_that_puts_w_off_is_told_to_save_no_memory_by_recomputation():
-    told = "\n".join(comparison_lines(compare(4, 8, None, Times(recompute=True)), None))
+    told = "\n".join(comparison_lines(compare(4, 8, None, Times(recompute=True)), None, 120))
     assert "zb-h1, whose W wait, holds 4 recomputed activations in full where 1f1b holds 1" in told
     assert "it saves no memory" in told
-    assert "note" not in "\n".join(comparison_lines(compare(4, 8, None, Times()), None))
+    assert "note" not in "\n".join(comparison_lines(compare(4, 8, None, Times()), None, 120))
 
 
 def test_a_gain_that_recomputation_takes_away_is_told():
     """With W next to nothing there is nothing to put off; what is recomputed must not be called a gain."""
     found = compare(4, 8, None, Times(1, 2, 0, recompute=True))
     gain = {e.name: 1 - e.timeline.makespan / found.entries[1].timeline.makespan for e in found.entries}
-    told = "\n".join(comparison_lines(found, None))
+    told = "\n".join(comparison_lines(found, None, 120))
     for name in ("zb-h1", "zb-v"):
         assert (f"{name} gains nothing over 1f1b" in told) == (gain[name] <= 0)
     assert "zb-h1 gains nothing" in told
@@ -67,7 +67,7 @@ def test_a_gain_that_recomputation_takes_away_is_told():
 def test_a_schedule_that_cannot_have_the_shape_is_a_row_with_the_reason():
     found = compare(2, 3, 4_000_000, Times())
     assert set(found.rejected) == {"interleaved"}
-    row = next(line for line in comparison_lines(found, None) if line.startswith("  interleaved"))
+    row = next(line for line in comparison_lines(found, None, 120) if line.startswith("  interleaved"))
     assert "rejected: 2 ranks x 4000000 chunks" in row
     assert {"schedule": "interleaved", "refused": found.rejected["interleaved"]} in comparison_facts(found, None)[
         "schedules"

@@ -69,7 +69,7 @@ BROKEN = {
     "no 'ranks'": lambda t: t["otherData"].update(ranks=True),
     "no 'microbatches'": lambda t: t["otherData"].update(microbatches=0),
     "for 4 ranks has actions of 3": lambda t: t["otherData"].update(ranks=4),
-    "more than the": lambda t: t["otherData"].update(chunks=1 << 30),
+    "valid: at most 131072": lambda t: t["otherData"].update(chunks=1 << 30),
     "its placement is 'w'": lambda t: t["otherData"].update(placement="w"),
     "no 'clock_error_us'": lambda t: t["otherData"].update(clock_error_us=float("inf")),
     "'X9' is no action": lambda t: t["otherData"]["actions"][0].append("X9"),
@@ -107,10 +107,10 @@ def test_other_texts_are_refused(text):
 def test_files_that_are_not_there_or_no_text_are_refused(tmp_path):
     with pytest.raises(DataError, match="cannot be read: No such file"):
         read_trace(tmp_path / "none.json")
-    with pytest.raises(DataError, match="cannot be read: Is a directory"):
+    with pytest.raises(DataError, match="cannot be read: it is a folder"):
         read_trace(tmp_path)
     (tmp_path / "bytes.json").write_bytes(b"\xff\x00")
-    with pytest.raises(DataError, match="is no trace"):
+    with pytest.raises(DataError, match="not UTF-8"):
         read_trace(tmp_path / "bytes.json")
 
 

@@ -140,7 +140,7 @@ def test_no_send_ever_waits_for_its_receive_if_work_goes_by_the_clock(shape):
         (("zb-v", 2, 4, 1), "2 chunks, not 1; chunks = 2 works, and so does interleaved with chunks = 1"),
         (("1f1b", 0, 4), "ranks = 0 does not exist; the least is 1"),
         (("interleaved", 2, -1, 0), "chunks = 0, microbatches = -1 does not exist; the least is 1"),
-        (("1f1b", 10**6, 10**6), "1000000 ranks x 1 chunks x 1000000 microbatches is more than"),
+        (("1f1b", 10**6, 10**6), "1000000 ranks x 1 chunks x 1000000 microbatches = 1000000000000 forward passes"),
     ],
 )
 def test_what_does_not_exist_is_refused_with_what_does(arguments, words):

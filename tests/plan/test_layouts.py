@@ -92,7 +92,11 @@ def test_1f1b_with_chunks_is_the_interleaved_schedule():
 @pytest.mark.parametrize("name", [name for name in run_file.preset_names() if name != "tiny"])
 def test_a_preset_keeps_its_shape_whatever_the_sequence(name):
     model, longer = read_model(name), read_model(name, 2 * read_model(name).sequence)
-    assert model.shape == run_file.from_tables({"model": {"preset": name}}).model
+    own = run_file.from_tables({"model": {"preset": name}}).model
+    assert model.shape == dataclasses.replace(own, vocabulary=model.shape.vocabulary), "its vocabulary may be padded"
+    assert 0 <= model.shape.vocabulary - own.vocabulary < 128
+    assert model.shape.vocabulary % 128 == 0
+    assert model.unpadded in (0, own.vocabulary)
     assert model.sequence == model.shape.max_sequence
     assert dataclasses.replace(longer.shape, max_sequence=model.shape.max_sequence) == model.shape
     assert longer.flops_per_token > model.flops_per_token

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from made_up_allocations import frontier, laptop
 
 from hpcllm.mpi.wait import Waits
-from hpcllm.preflight import bandwidth, codec_test, matrix, storage
+from hpcllm.preflight import bandwidth, codec_test, examination, matrix, storage
 from hpcllm.preflight.bandwidth import distances, partner
 from hpcllm.preflight.collect import open_communicators
-from hpcllm.preflight.findings import slow_ones
+from hpcllm.preflight.findings import Finding, severity_of, slow_ones
+from hpcllm.preflight.page import Measured
 
 
 @given(st.integers(1, 300))
@@ -54,6 +55,45 @@ def test_two_are_compared_with_each_other_and_what_was_not_measured_with_nobody(
     assert slow_ones([100.0, math.nan]) == []
     assert slow_ones([math.nan, 100.0, 100.0, 50.0, 100.0]) == [(3, pytest.approx(0.5))]
     assert slow_ones([]) == slow_ones([1.0]) == []
+
+
+@given(st.lists(st.floats(1, 100), max_size=9), st.integers(0, 3), st.floats(0, 1))
+def test_nobody_is_guilty_of_being_slower_than_one_other(speeds, missing, share):
+    found = severity_of(share, speeds + [math.nan] * missing)
+    assert found == ("slow" if len(speeds) >= 3 and share >= 0.25 else "note")
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_two_nodes_that_differ_are_a_note(slow):
+    """The default job has two nodes, and nobody can tell which of them is as it should be."""
+    rows = [(64 << 20, 0.5, 0.25, "")] * 2
+    rows[slow] = (8 << 20, 3.0, 0.1, "")
+    two = frontier(2)
+    rates = np.full((two.size, 1, 2), 10.0)
+    rates[list(two.nodes[slow].ranks)] = 1.0
+    for found in (bandwidth.judge_nodes(rates, two, "cpu memory"), storage.judge(rows, Path("here"), two)):
+        of_node = [finding for finding in found.findings if f"node {two.nodes[slow].name}" in finding.what]
+        assert [finding.severity for finding in of_node] == ["note"]
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize("slow_times", [0, 1, 2])
+def test_what_looks_slow_is_measured_again_before_anybody_is_blamed(comm, monkeypatch, slow_times):
+    calls = []
+
+    def measured(*_):
+        calls.append(1)
+        findings = [Finding("slow", "a node", "n1", "")] if len(calls) <= slow_times else []
+        return Measured("matrix products", "", {}, findings) if comm.rank == 0 else None
+
+    monkeypatch.setattr(matrix, "measure", measured)
+    for module, nothing in ((bandwidth, []), (storage, None), (codec_test, None)):
+        monkeypatch.setattr(module, "measure", lambda *_, nothing=nothing: nothing)
+    comms = open_communicators(comm, Waits(10.0))
+    found = examination._measure(comms, torch.device("cpu"), None, None)
+    comms.free()
+    assert len(calls) == (1 if slow_times == 0 else 2)
+    assert [len(one.findings) for one in found] == ([int(slow_times == 2)] if comm.rank == 0 else [])
 
 
 def test_a_slow_node_is_named_with_the_option_that_leaves_it_out():

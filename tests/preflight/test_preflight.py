@@ -18,6 +18,7 @@ from hpcllm.mpi.wait import Waits
 from hpcllm.preflight import collect, examination, facts
 from hpcllm.preflight.collect import open_communicators
 from hpcllm.preflight.findings import Finding
+from hpcllm.system.output import STANDARD_OUTPUT
 
 SIZES = [1, 2, 3, 4]
 
@@ -25,7 +26,8 @@ SIZES = [1, 2, 3, 4]
 def preflight(comm, capsys, run: Path | None = None, quick: bool = True, sets: tuple[str, ...] = ()):
     """(exit code, the page as JSON on rank 0)."""
     capsys.readouterr()
-    code = command.examine_and_print(argparse.Namespace(run=run, overrides=list(sets), quick=quick, json=True), comm)
+    arguments = argparse.Namespace(run=run, overrides=list(sets), quick=quick, json=STANDARD_OUTPUT, wide=False)
+    code = command.examine_and_print(arguments, comm)
     text = capsys.readouterr().out
     assert bool(text) == (comm.rank == 0)
     return code, json.loads(text) if text else None

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import backend_registration
 
 SOURCE = Path(__file__).parent / "device.cpp"
 NAME = "hpcllm_pretend_device"
@@ -47,9 +48,10 @@ def start(open_: bool = False) -> None:
     native = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(native)
     native.start(open_)
-    torch.utils.rename_privateuse1_backend("pretend")
-    torch._register_device_module("pretend", _module(native))
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    backend_registration.rename_privateuse1_backend("pretend")
+    register: Any = torch._register_device_module  # without types in some builds
+    register("pretend", _module(native))
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     _started.update(open=open_, native=native)
 
 

@@ -1,26 +1,29 @@
-"""Looks at a report as a strict reader does: every element closed, nothing run, nothing asked for from elsewhere."""
+"""Looks at a report as a strict reader does: every element closed, one script, nothing asked for from elsewhere."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
+from importlib import resources
 from pathlib import Path
 
 from hpcllm.cli.report import make
 from hpcllm.report.run_folder import read_runs
 
 SECTIONS = (
-    "Summary",
     "Loss",
-    "Learning rate and gradient norm",
-    "Throughput",
-    "Communication",
     "Where the time goes",
+    "Throughput",
+    "Learning rate and gradient norm",
+    "Communication",
     "Memory",
     "Energy and cost",
     "Checkpoints and starts",
+    "All numbers",
     "Machine",
     "Run file",
 )
@@ -33,13 +36,15 @@ class Page(HTMLParser):
     def __init__(self, html: str) -> None:
         super().__init__()
         self.open, self.ids, self.headings, self.pictures, self.words = [], [], [], 0, []
+        self.scripts, self.hovers = [], []
         self.feed(html)
         self.close()
         assert not self.open
         assert len(self.ids) == len(set(self.ids))
 
     def handle_starttag(self, tag, attributes):
-        assert tag not in ("script", "svg", "iframe", "object", "embed", "link", "base")
+        assert tag not in ("svg", "iframe", "object", "embed", "link", "base")
+        assert tag != "script" or not attributes
         for name, value in attributes:
             assert not name.startswith("on")
             if name in ("href", "xlink:href"):
@@ -47,6 +52,8 @@ class Page(HTMLParser):
             if name in ("src", "srcset"):
                 assert tag == ("img" if name == "src" else "source")
                 check_image(value)
+            if name == "data-hover":
+                self.hovers.append(json.loads(value))
             if name == "id":
                 self.ids.append(value)
         if tag not in VOID:
@@ -66,7 +73,9 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if self.open and self.open[-1] == "h2":
             self.headings.append(data)
-        if "style" not in self.open:
+        if self.open and self.open[-1] == "script":
+            self.scripts.append(data)
+        elif "style" not in self.open:
             self.words.append(data)
 
     @property
@@ -94,7 +103,10 @@ def page_of(*folders: Path) -> str:
     words = re.sub(r'src(set)?="data:[^"]*"', "", html)  # checked by check_image
     for asked in re.findall(r"url\(([^)]*)\)|@import", words):
         assert asked.startswith("#")
-    assert "http" not in words
+    assert "http" not in words.replace("http-equiv", "")
     assert len(html.encode()) < 5e6
-    Page(html)
+    ours = resources.files("hpcllm.report").joinpath("hover.js").read_text(encoding="utf-8")
+    assert Page(html).scripts == [ours]
+    digest = base64.b64encode(hashlib.sha256(ours.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'\"" in html  # and the browser is to run no other
     return html

@@ -20,11 +20,12 @@ from pages import SECTIONS, Page, check_image, page_of
 
 from hpcllm import plotting
 from hpcllm.cli.main import main
+from hpcllm.cli.report import write_page
 from hpcllm.errors import DataError
 from hpcllm.report import figures
 from hpcllm.report.comparison import best_of
-from hpcllm.report.facts import facts, time_split
-from hpcllm.report.figures import downsample
+from hpcllm.report.facts import facts, progress, settled, time_split
+from hpcllm.report.figures import downsample, smoothed
 from hpcllm.report.run_folder import MOST_STEPS, read_log, read_runs
 
 HOSTILE = 'a <script>alert(1)<b> & "x" $y_1$ \''
@@ -49,7 +50,7 @@ def test_a_picture_differs_between_a_light_and_a_dark_page_in_its_ink_alone_and_
     assert one.count(plotting.INK) > 5
     assert one.replace(plotting.INK, plotting.DARK_PAGE_INK) == other
     assert plotting.DARK_PAGE_INK not in one
-    assert figures.time_over_steps(run.history)[0].sources == figures.time_over_steps(run.history)[0].sources
+    assert len({figures.time_over_steps(run.history, progress(run.history, 8))[0].sources[0] for _ in range(2)}) == 1
 
 
 def test_what_a_user_named_is_shown_and_does_nothing(tmp_path):
@@ -106,6 +107,15 @@ def test_a_run_that_still_runs_is_reported_with_what_it_has(tmp_path, torn):
     assert (found["step"], len(run.history.loss[0]), len(run.history.steps)) == (100, 10, 10)
     assert run.history.broken == bool(torn)
     assert found["state"].startswith("100 of 1,000 steps; the log was last written")
+
+
+def test_a_run_of_one_logged_step_is_shown_and_called_its_start_up(tmp_path):
+    folder = made_up.write(tmp_path / "r", steps=10, end=False)
+    made_up.write_lines(folder, made_up.read_lines(folder), '{"step": 20, "loss": 2.')
+    page = Page(page_of(folder))
+    assert tuple(page.headings) == SECTIONS
+    assert "That is the start-up" in page.text
+    assert page.hovers[0]["steps"] == [10]
 
 
 @pytest.mark.parametrize("lines", [[], [made_up.start(0), made_up.memory(1)]])
@@ -177,6 +187,89 @@ def test_the_time_of_a_step_adds_up_in_the_numbers_too(tmp_path):
     assert inside == pytest.approx(sum(steps) / len(steps))
 
 
+def test_the_first_logged_step_of_each_start_counts_in_no_mean_and_no_median(tmp_path):
+    folder = made_up.write(tmp_path / "r", steps=300, starts=(0, 150))
+    lines = made_up.read_lines(folder)
+    for line in lines:
+        if "loss" in line and line["step"] in (10, 160):
+            line |= {"step_s": 1e6, "time_compute_s": 1e6, "tokens_per_s": 0.0}
+    made_up.write_lines(folder, lines)
+    run = read_runs([folder])[0]
+    assert [record["step"] for record in settled(run.history)] == [*range(20, 160, 10), *range(170, 301, 10)]
+    assert time_split(run.history)["compute"] < 10
+    usual = [2.0 + 0.05 * math.sin(0.37 * record["step"]) for record in settled(run.history)]
+    assert facts(run)["median_step_s"] == pytest.approx(np.median(usual))
+    assert "libraries load (1,000,001 s a step)" in Page(page_of(folder)).text
+
+
+def test_the_page_begins_with_what_ran_how_far_and_where_the_time_went(tmp_path):
+    folder = made_up.write(tmp_path / "r", data={"store": "x/books.h5", "global_batch": 512, "sequence_length": 2048})
+    words = " ".join(Page(page_of(folder)).text.split())
+    head = words[: words.index("Made by hpcllm report")]
+    for told in (
+        "parameters (tiny) on books.h5; 16 ranks (dp=4 pp=4 tp=1) on 2 nodes, AMD Instinct MI250X (64 GB).",
+        "Finished: 1,000 of 1,000 steps. 1.049 B tokens in 36.7 minutes.",
+        "training loss 2.8",
+        "held-out loss 2.9",
+        "MFU 30.",
+        "Where the time went: 58 % computing, 17 % idle by the schedule (the bubble), 9 % waiting for messages",
+    ):
+        assert told in head
+
+
+def test_an_axis_knows_tokens_and_hours_over_all_starts(tmp_path):
+    folder = made_up.write(tmp_path / "r", steps=200, starts=(0, 100))
+    lines = made_up.read_lines(folder)
+    for line in lines:
+        if "start" in line and line["step"] == 100:
+            line["start"]["nodes"] = 4
+    made_up.write_lines(folder, lines)
+    found = progress(read_log(folder / "log.jsonl"), 1000)
+    assert found.steps == [0.0, *range(10, 201, 10)]
+    first, second = 2.2 * 100 / 3600, 2.2 * 100 / 3600 / 2  # node-hours are made up for 2 nodes
+    assert found.hours[10] == pytest.approx(first)
+    assert found.hours[-1] == pytest.approx(first + second)
+
+
+def test_the_values_under_the_pointer_are_those_of_the_log(tmp_path):
+    folder = made_up.write(tmp_path / "r", steps=500, end=False)
+    loss = Page(page_of(folder)).hovers[0]
+    assert (loss["steps"], loss["tokens"], loss["unit"]) == (list(range(10, 501, 10)), 512 * 2048, "minutes")
+    raw, smooth, checks = loss["panels"][0]["lines"]
+    logged = [line["loss"] for line in made_up.read_lines(folder) if "loss" in line]
+    assert raw[3] == pytest.approx(logged, rel=1e-4)
+    assert smooth[3] == pytest.approx(smoothed(logged).tolist(), rel=1e-4)
+    assert checks[2] == [100, 200, 300, 400, 500]
+    left, top, right, bottom = loss["panels"][0]["box"]
+    assert 0 < left < right < 1
+    assert 0 < top < bottom < 1
+
+
+@given(st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), min_size=1, max_size=200))
+def test_smoothing_stays_between_the_values_and_keeps_a_line_and_the_ends(values):
+    found, finite = smoothed(values), [value for value in values if math.isfinite(value)]
+    assert len(found) == len(values)
+    if finite:
+        assert np.nanmin(found) >= min(finite) - 1e-3
+        assert np.nanmax(found) <= max(finite) + 1e-3
+    for end in (0, -1):
+        assert found[end] == pytest.approx(values[end], abs=1e-3, nan_ok=True)
+    line = np.arange(len(values), dtype=float)
+    assert smoothed(line) == pytest.approx(line, abs=1e-6)
+
+
+def test_text_that_generate_made_is_shown_and_other_files_are_passed_over(tmp_path):
+    folder = made_up.write(tmp_path / "r", steps=20)
+    (folder / "samples").mkdir()
+    good = {"prompt": "def f(", "text": f"x):\n {HOSTILE}", "tokens": 5}
+    for name, content in {"a": good, "b": [1], "c": good | {"tokens": "x"}}.items():
+        (folder / "samples" / f"{name}.json").write_text(json.dumps(content))
+    (folder / "samples" / "torn.json").write_text('{"prompt": ')
+    page = Page(page_of(folder))
+    assert f"def f(x):\n {HOSTILE}" in page.text
+    assert [len(page.text.split(f"{name}: 5 tokens")) for name in "abc"] == [2, 1, 1]
+
+
 def test_a_folder_that_is_no_run_is_refused_with_what_would_be_one(tmp_path, capsys):
     made_up.write(tmp_path / "good", steps=10)
     (tmp_path / "empty").mkdir()
@@ -203,7 +296,19 @@ def test_the_command_writes_where_it_says_and_json_says_the_same_numbers(tmp_pat
     assert main(["report", str(folder), "--output", str(tmp_path / "no folder" / "r.html")]) == 2
 
 
-def test_a_report_needs_neither_mpi_nor_torch_and_says_what_pictures_need(tmp_path):
+def test_a_run_that_ends_with_its_page_says_where_it_is_and_what_opens_it(tmp_path, monkeypatch):
+    folder = made_up.write(tmp_path / "a run", steps=20)
+    monkeypatch.setattr(sys, "platform", "linux")
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    told = [f"report: {folder}/report/index.html"]
+    assert write_page(folder) == told
+    assert Page((folder / "report" / "index.html").read_text(encoding="utf-8")).headings
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert write_page(folder) == [*told, f"to open it: xdg-open '{folder}/report/index.html'"]
+
+
+def test_a_report_needs_neither_mpi_nor_torch_and_without_matplotlib_has_its_tables(tmp_path):
     folder = made_up.write(tmp_path / "r", steps=20)
     code = (
         "import sys; from hpcllm.cli.main import main; code = main(sys.argv[1:]);"
@@ -213,5 +318,9 @@ def test_a_report_needs_neither_mpi_nor_torch_and_says_what_pictures_need(tmp_pa
     assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.endswith("[] 0\n")
     without = "import sys; sys.modules['matplotlib'] = None; " + code
     told = subprocess.run([*run[:2], without, *run[3:]], capture_output=True, text=True, check=True)
-    assert told.stdout == "[] 2\n"
-    assert "pip install 'hpcllm[plot]'" in told.stderr
+    assert told.stdout.endswith("[] 0\n")
+    page = Page((folder / "report" / "index.html").read_text(encoding="utf-8"))
+    assert page.pictures == 0
+    assert set(SECTIONS) - {"Learning rate and gradient norm", "Throughput"} <= set(page.headings)
+    for text in (told.stderr, page.text):
+        assert text.count("pip install matplotlib") == 1

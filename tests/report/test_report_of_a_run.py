@@ -8,6 +8,7 @@ import pytest
 import small_runs
 from pages import SECTIONS, Page, page_of
 
+from hpcllm.cli.main import main
 from hpcllm.report.facts import facts
 from hpcllm.report.run_folder import read_runs
 from hpcllm.system.job import StopSignals
@@ -44,3 +45,9 @@ def test_a_run_that_was_made_has_every_section(comm):
     assert found["median_mfu"] > 0
     stages = read_runs([path])[0].history.memory[-1]["memory_stages"]
     assert len(stages) == comm.size
+
+
+@pytest.mark.parametrize("loss", ["1e+308", "-1e308", "Infinity", "NaN", "1" + "0" * 400])
+def test_a_log_of_any_loss_is_a_page(tmp_path, loss):
+    (tmp_path / "log.jsonl").write_text("".join(f'{{"step": {k}, "loss": {loss if k else 2.0}}}\n' for k in range(3)))
+    assert main(["report", str(tmp_path), f"--output={tmp_path / 'page.html'}"]) == 0

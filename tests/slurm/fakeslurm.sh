@@ -6,7 +6,7 @@
 #         `--------- slurmd n2 ( ... )                                           every file under FOLDER
 #
 # For Linux and root, with the commands of Slurm and munge installed (Debian and Ubuntu: apt-get install slurm-wlm). The
-# nodes claim 128 cores and 8 GPUs each, and to be in every partition that jobscripts/ asks for, whatever the machine has. The
+# nodes claim 288 cores and 8 GPUs each, and to be in every partition that jobscripts/ asks for, whatever the machine has. The
 # ports are drawn anew, so several may be up at once.
 set -euo pipefail
 
@@ -54,7 +54,7 @@ MinJobAge=3600
 OverTimeLimit=0
 PropagateResourceLimits=NONE
 GresTypes=gpu
-NodeName=n[1-$nodes] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + nodes))] CPUs=128 RealMemory=512000 Gres=gpu:8 Features=nvme,gpu
+NodeName=n[1-$nodes] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + nodes))] CPUs=288 RealMemory=512000 Gres=gpu:8 Features=nvme,gpu
 PartitionName=batch Nodes=n[1-$nodes] Default=YES MaxTime=2:00:00
 PartitionName=standard-g Nodes=n[1-$nodes] MaxTime=2:00:00
 PartitionName=boost_usr_prod Nodes=n[1-$nodes] MaxTime=2:00:00

@@ -83,7 +83,7 @@ exact_steps = 3
 every_steps = 100
 [log]
 every_steps = 1
-tensorboard = false
+trackers = []
 """
 
 

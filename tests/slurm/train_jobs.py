@@ -41,7 +41,7 @@ global_batch = 8
 pp = 2
 [log]
 every_steps = 1
-tensorboard = false
+trackers = []
 """
 
 

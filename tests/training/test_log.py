@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hpcllm.config.schema import from_tables
 from hpcllm.errors import HpcllmError
 from hpcllm.model.shapes import flops_per_token
+from hpcllm.report.run_folder import read_log
+from hpcllm.system.json_lines import record_of
 from hpcllm.training.log import TRAFFIC, Pace, clock_text, open_log, step_line
 
 CONFIG = from_tables({"run": {"steps": 100}, "data": {"global_batch": 6, "sequence_length": 32}})
@@ -91,14 +93,38 @@ def test_a_run_that_goes_on_keeps_each_step_once(tmp_path, first_step, torn):
     folder = tmp_path / "a run"
     folder.mkdir()
     (folder / "log.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)) + torn)
-    with open_log(folder, first_step, 100, tensorboard=False) as log:
+    with open_log(folder, first_step, 100) as log:
         log.step(record(first_step + 1))
     assert steps_in(folder) == [*range(1, min(first_step, 5) + 1), first_step + 1]
-    assert [path.name for path in folder.iterdir()] == ["log.jsonl"]
+    aside = ["log.jsonl.damaged"] if torn.endswith("\n") else []  # a job that was killed leaves half a line
+    assert sorted(path.name for path in folder.iterdir()) == ["log.jsonl", *aside]
+
+
+DAMAGE = (b"\xff", b"[" * 100_000, b'{"step": 1' + b"0" * 400 + b"}", b'{"step": NaN}', b'{"step": true}', b"\0", b"{}")
+
+
+@settings(deadline=None)
+@example(damage=[b"\0\r\0"], first_step=3)
+@given(st.lists(st.one_of(st.sampled_from(DAMAGE), st.binary(max_size=30)), max_size=4), st.integers(0, 5))
+def test_no_byte_in_a_log_keeps_a_run_from_going_on(tmp_path_factory, damage, first_step):
+    """What cannot be read is set aside whole, what can be stays, and the report reads all of it."""
+    folder = tmp_path_factory.mktemp("a run")
+    path = folder / "log.jsonl"
+    junk = [line for text in damage for line in io.BytesIO(text + b"\n").readlines() if record_of(line) is None]
+    good = [json.dumps({"step": step, "node_hours": 0.5}).encode() + b"\n" for step in range(6)]
+    path.write_bytes(b"".join([*junk, *good[:3], *junk, *good[3:], *junk]))
+    assert len(read_log(path).loss[0]) == 0
+    with open_log(folder, first_step, 100) as log:
+        assert log.before["node_hours"] == 0.5
+        log.step(record(first_step + 1))
+    assert steps_in(folder) == [*range(first_step + 1), first_step + 1]
+    beside = folder / "log.jsonl.damaged"
+    want = [line for line in 3 * junk if line.strip()]
+    assert (beside.read_bytes() if beside.exists() else b"") == b"".join(want)
 
 
 def test_what_was_logged_is_in_the_file_at_once_and_said_on_standard_output(tmp_path, capsys):
-    with open_log(tmp_path, 0, 10, tensorboard=False) as log:
+    with open_log(tmp_path, 0, 10) as log:
         for step in (1, 2):
             log.step(record(step))
             assert steps_in(tmp_path)[-1] == step  # a job that is killed now loses nothing
@@ -116,27 +142,16 @@ def test_a_terminal_gets_a_bar_instead_of_lines(tmp_path, monkeypatch, capsys):
 
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    with open_log(tmp_path, 0, 10, tensorboard=False) as log:
+    with open_log(tmp_path, 0, 10) as log:
         log.step(record(4))
     assert "4/10" in terminal.getvalue()
     assert "loss 2.500" in terminal.getvalue()
     assert "step      4" not in capsys.readouterr().out
 
 
-def test_tensorboard_gets_every_number_of_every_step(tmp_path):
-    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with open_log(tmp_path, 0, 10, tensorboard=True) as log:
-        for step in (1, 2, 3):
-            log.step(record(step))
-    events = accumulators.EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert set(events.Tags()["scalars"]) == set(record(1)) - {"step"}
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(step, 2.5) for step in (1, 2, 3)]
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
 def test_a_full_disk_is_said_once_with_the_step_and_the_file(tmp_path):
-    log = open_log(tmp_path, 0, 10, tensorboard=False)
+    log = open_log(tmp_path, 0, 10)
     log.file.close()
     said = pytest.raises(HpcllmError, match=r"cannot write step 3 to /dev/full: No space left")
     with Path("/dev/full").open("a") as log.file, said, log:

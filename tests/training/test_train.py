@@ -22,10 +22,12 @@ from hpcllm.config.policies import POLICIES
 from hpcllm.config.schema import Config
 from hpcllm.errors import ConfigError, DataError, MeshError, NonFiniteError, ReplicaError, ScheduleError
 from hpcllm.optim.buckets import GradientBuckets
+from hpcllm.optim.flat_buffers import EXP_AVG
 from hpcllm.pipeline.measured import read_trace
 from hpcllm.pipeline.schedules import SCHEDULES, make_schedule
 from hpcllm.system.job import StopSignals
 from hpcllm.training import loop as train_module
+from hpcllm.training.requests import Requests
 from hpcllm.training.summary import Summary
 
 LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 3: [(1, 3), (3, 1)], 4: [(2, 2), (4, 1), (1, 4)]}
@@ -50,7 +52,7 @@ def run_config(store: Path, wiring: str = "gpt2", **tables) -> Config:
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 5},
         "communication": {"bucket_mib": 0.01},
         "checkpoint": {"every_steps": 0},
-        "log": {"every_steps": 1, "tensorboard": False},
+        "log": {"every_steps": 1, "trackers": []},
         "limits": {"stall_s": 15},
     }
     return with_tables(base, tables)
@@ -328,6 +330,20 @@ def test_every_policy_learns_and_keeps_its_replicas_equal(comm, store, policy):
         assert not lossless or np.array_equal(got, want)
 
 
+@pytest.mark.parallel([1, 2])
+def test_the_debug_log_shows_what_a_rank_does(comm, store, caplog):
+    run = {"name": "r", "folder": str(store.parent / "runs"), "steps": 2}
+    config = run_config(store, run=run, mesh={"dp": comm.size})
+    with caplog.at_level("DEBUG", "hpcllm"):
+        train(config, comm)
+    said = [f"{record.name.removeprefix('hpcllm.')}: {record.getMessage()}" for record in caplog.records]
+    expected = (f"data.store: opened {store}", f"mpi.mesh: rank {comm.rank} of {comm.size} is dp {comm.rank}")
+    expected += ("training.step: step 1,", "training.step: step 2,", "checkpoint.background: wrote ")
+    expected += ("collectives.auto: allreduce of ",) if comm.size > 1 else ()
+    for words in expected:
+        assert any(line.startswith(words) for line in said), (words, said)
+
+
 @pytest.mark.parallel([2, 4])
 def test_replicas_that_drift_apart_end_the_run_by_name(comm, store, monkeypatch):
     drift, step = {"first": 12}, train_module.forward_backward
@@ -339,8 +355,46 @@ def test_replicas_that_drift_apart_end_the_run_by_name(comm, store, monkeypatch)
 
     monkeypatch.setattr(train_module, "forward_backward", spoil)
     config = run_config(store, mesh={"dp": comm.size}, communication={"hash_every_steps": 5})
-    with pytest.raises(ReplicaError, match=rf"step 15: .*embedding\.weight: rank {comm.size - 1} against rank 0"):
+    with pytest.raises(ReplicaError, match=rf"step 15: .*embedding\.weight: rank {comm.size - 1} against "):
         train(config, comm)
+
+
+@pytest.mark.parallel([2, 4])
+@pytest.mark.parametrize("part", ["parameters", "first moments"])
+@pytest.mark.parametrize("save", ["by interval", "at the end", "by request"])
+def test_replicas_that_differ_are_not_saved(comm, store, monkeypatch, part, save):
+    """Each replica writes a part of a checkpoint, so one of unequal replicas would be read as if they were equal."""
+    update, agree = train_module.update, train_module.agree
+
+    def spoil(run, norm, rate):
+        is_finite = update(run, norm, rate)
+        if run.optimizer.updates == 8 and comm.rank == comm.size - 1:
+            moments = {piece.name: piece.values for piece in run.optimizer.pieces_to_read() if piece.kind == EXP_AVG}
+            tensors = {"parameters": run.parameters, "first moments": moments}[part]
+            tensors["embedding.weight"].data.view(-1)[0] += 1e-3
+        return is_finite
+
+    def request(run, *rest):
+        agreed = agree(run, *rest)
+        asked = save == "by request" and run.optimizer.updates == 7
+        return dataclasses.replace(agreed, requests=Requests(save=True)) if asked else agreed
+
+    monkeypatch.setattr(train_module, "update", spoil)
+    monkeypatch.setattr(train_module, "agree", request)
+    config = run_config(
+        store,
+        run={
+            "name": f"{part} {save}",
+            "folder": str(store.parent / "runs"),
+            "steps": 8 if save == "at the end" else 20,
+        },
+        mesh={"dp": comm.size},
+        checkpoint={"every_steps": 8 if save == "by interval" else 0},
+        communication={"hash_every_steps": 0},
+    )
+    with pytest.raises(ReplicaError, match=rf"step 8: .*the same {part}; .*rank {comm.size - 1} against "):
+        train(config, comm)
+    assert not list((store.parent / "runs" / config.run.name / "checkpoints").glob("*.h5"))
 
 
 @pytest.mark.parallel([4])

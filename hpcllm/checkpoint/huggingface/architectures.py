@@ -22,6 +22,7 @@ from typing import Any
 
 from hpcllm.checkpoint.huggingface.settings import Settings, read_rope, write_rope
 from hpcllm.checkpoint.huggingface.tensor_map import GPT2, LLAMA, NEOX, Names
+from hpcllm.config.rules import RANGES
 from hpcllm.config.schema import ModelConfig, from_tables
 from hpcllm.errors import ConfigError, HuggingFaceError
 
@@ -42,7 +43,6 @@ _GELUS = {
     "gelu_fast": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_accurate": "gelu_tanh",
 }  # fmt: skip
 _GATES = {"silu": "swiglu", "swish": "swiglu"}
-_MOST_LAYERS = 2**14  # a number from a stranger decides how much is made of it
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def read_qwen2(settings: Settings) -> Fields:
 
 def _window_of_qwen2(settings: Settings) -> int:
     """Window of all layers; 0 for none. Layers from max_window_layers on have it, unless layer_types differs."""
-    layers = settings.whole("num_hidden_layers", most=_MOST_LAYERS)
+    layers = settings.whole("num_hidden_layers", most=int(RANGES["model.layers"].most))
     is_used = settings.flag("use_sliding_window", False)
     window = settings.whole_or_null("sliding_window", 4096) if is_used else None
     first = settings.number("max_window_layers", 28)
@@ -245,8 +245,10 @@ def _write_gated(model: ModelConfig) -> dict[str, Any]:
 
 def _read_sizes(settings: Settings, names: dict[str, str]) -> Fields:
     """Read sizes under their names in an architecture, or under the usual ones. No default: a model has them all."""
-    most = {"layers": _MOST_LAYERS}
-    return {ours: settings.whole(key, other=_SIZES[ours], most=most.get(ours, 2**31)) for ours, key in names.items()}
+    return {
+        ours: settings.whole(key, other=_SIZES[ours], most=int(RANGES[f"model.{ours}"].most))
+        for ours, key in names.items()
+    }
 
 
 def _write_sizes(model: ModelConfig, names: dict[str, str]) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcllm.checkpoint.directory import is_ours
-from hpcllm.checkpoint.huggingface.export import DTYPE_OPTIONS, cast, make_texts, plan_export, write_folder
+from hpcllm.checkpoint.huggingface.export import DTYPE_OPTIONS, cast, is_finite, make_texts, plan_export, write_folder
 from hpcllm.checkpoint.huggingface.folder import CARRIED, COMPANIONS, CONFIG, Folder, which
 from hpcllm.checkpoint.layout import MASTER, MODEL, TOKENIZER, DatasetSpec, my_blocks
 from hpcllm.checkpoint.reader import Checkpoint
@@ -32,9 +31,12 @@ from hpcllm.config.schema import DataConfig, ModelConfig, from_tables, to_tables
 from hpcllm.errors import HuggingFaceError
 from hpcllm.model.shapes import parameter_count, parameter_shapes
 from hpcllm.mpi.collective_errors import on_root, rank_and_size
+from hpcllm.system.text import counted
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+MOST_NAMED = 3  # tensors in a note
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,6 @@ def convert(
 def _checked_source(named: Path, target: Path) -> tuple[Path, bool]:
     """The source, and True if it is a Hugging Face folder. Raises a UserError if it or the target is unusable."""
     source, is_folder = which(named)
-    if not is_folder and not is_ours(source):
-        hint = "; name the folder that it is in" if source.suffix == ".safetensors" else ""
-        raise HuggingFaceError(f"{source} is not one of our checkpoints{hint}")
     is_free = not target.exists() or (source.is_file() and target.is_dir() and not any(target.iterdir()))
     if not is_free:
         raise HuggingFaceError(f"{target} is there already; remove it, or name another")
@@ -112,17 +111,35 @@ def _to_checkpoint(
             specs[TOKENIZER] = DatasetSpec(text.shape, "uint8")
         slabs = [specs[name].block(name, index) for name, index in my_blocks(specs, *rank_and_size(comm))]
 
+        not_finite: dict[str, None] = {}
+
         def read(slab: Slab) -> np.ndarray:
             advance(slab.elements * specs[slab.dataset].item_bytes)
             if slab.dataset == TOKENIZER:
                 return text[slab.start[0] : slab.start[0] + slab.shape[0]]
-            return cast(folder.read(slab), folder.specs[slab.dataset].dtype, specs[slab.dataset].dtype, slab.dataset)
+            values, stored = folder.read(slab), folder.specs[slab.dataset].dtype
+            if not is_finite(values, stored):
+                not_finite[slab.dataset.removeprefix(f"{MODEL}/")] = None
+            return cast(values, stored, specs[slab.dataset].dtype, slab.dataset)
 
         carried = {f"{CARRIED}/{file}": folder.texts[file] for file in (CONFIG, *COMPANIONS) if file in folder.texts}
         said = never_trained(folder.model).attributes() | carried
         report = write(target, comm, prepare(comm, specs, slabs), read, said)
         count = parameter_count(folder.model)
-        return Report(str(source), str(target), folder.kind, count, report.bytes, report.seconds, folder.notes)
+        notes = folder.notes + _not_numbers(list(not_finite), comm)
+        return Report(str(source), str(target), folder.kind, count, report.bytes, report.seconds, notes)
+
+
+def _not_numbers(mine: list[str], comm: MPI.Intracomm | None) -> tuple[str, ...]:
+    """Write a note on tensors that hold NaN or infinite values, if any rank has seen some. Collective over comm."""
+    names = sorted({name for each in (comm.allgather(mine) if comm else [mine]) for name in each})
+    if not names:
+        return ()
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return (
+        f"{counted(len(names), 'tensor')} with NaN or infinite values, which came through as they are: "
+        f"{', '.join(names[:MOST_NAMED])}{more}; `generate` cannot use such a model",
+    )
 
 
 def _to_folder(
@@ -144,9 +161,10 @@ def _to_folder(
     stored = next(iter(ours.values()))
     said, texts = make_texts(checkpoint.attributes, tokenizer, model, architecture, stored, keeps_types=not dtype)
     planned = plan_export(model, said, ours, shard_bytes)
-    write_folder(checkpoint, kind, planned, texts, target, advance)
+    not_finite = write_folder(checkpoint, kind, planned, texts, target, advance)
     written, seconds = sum(spec.bytes for spec in planned.specs.values()), time.perf_counter() - started_s
-    notes = () if tokenizer else ("the checkpoint has no tokenizer: a model without words",)
+    wordless = () if tokenizer else ("the checkpoint has no tokenizer: a model without words",)
+    notes = (*wordless, *_not_numbers(not_finite, checkpoint.comm))
     return Report(str(checkpoint.path), str(target), said.kind, parameter_count(model), written, seconds, notes)
 
 
@@ -155,4 +173,4 @@ def never_trained(model: ModelConfig) -> RunFacts:
     sequence = min(DataConfig().sequence_length, model.max_sequence)
     config = to_tables(from_tables({"model": dataclasses.asdict(model), "data": {"sequence_length": sequence}}))
     mesh = {"dp": 1, "pp": 1, "tp": 1}
-    return RunFacts(step=0, position=0, updates=0, config=config, mesh=mesh)
+    return RunFacts(step=0, position=0, updates=0, fingerprint="", config=config, mesh=mesh)

@@ -33,12 +33,11 @@ from hpcllm.checkpoint.huggingface.folder import CARRIED, COMPANIONS, CONFIG, IN
 from hpcllm.checkpoint.huggingface.safetensors import lay_out
 from hpcllm.checkpoint.huggingface.settings import Settings
 from hpcllm.checkpoint.huggingface.tensor_map import MappedTensor
-from hpcllm.checkpoint.layout import MODEL, Attribute, DatasetSpec, as_bytes, my_blocks
+from hpcllm.checkpoint.layout import END_OF_TEXT_NAMES, MODEL, Attribute, DatasetSpec, as_bytes, my_blocks
 from hpcllm.checkpoint.reader import Checkpoint, map_ahead
 from hpcllm.checkpoint.slabs import Slab, runs
 from hpcllm.checkpoint.state import as_tensor
 from hpcllm.config.schema import ModelConfig
-from hpcllm.data.tokenizer import END_OF_TEXT_NAMES
 from hpcllm.errors import HuggingFaceError
 from hpcllm.model.shapes import parameter_shapes
 from hpcllm.mpi.collective_errors import on_all, on_root, rank_and_size
@@ -91,18 +90,20 @@ def write_folder(
     texts: Mapping[str, str],
     target: Path,
     advance: Callable[[int], None] = lambda _: None,
-) -> None:
+) -> list[str]:
     """Write the folder; an empty folder at `target` is replaced once it is whole.
 
     kind: of the checkpoint's tensors to write, model or optimizer/master. texts: file -> its text. advance: gets
-    the bytes that this rank has read, as it does. Collective over checkpoint.comm.
+    the bytes that this rank has read, as it does. Returns the names of tensors that hold NaN or infinite values, of
+    which this rank has seen a block. Collective over checkpoint.comm.
     Raises CheckpointError, HuggingFaceError; what was written is then removed.
     """
     comm = checkpoint.comm
     with temporary_path(target, comm) as folder:
         on_root(comm, lambda: _create(folder, plan))
-        _write_blocks(checkpoint, kind, plan, folder, advance)
+        not_finite = _write_blocks(checkpoint, kind, plan, folder, advance)
         on_root(comm, lambda: _finish(folder, target, plan, texts))
+    return not_finite
 
 
 def _shards(specs: Mapping[str, DatasetSpec], shard_bytes: float) -> list[list[str]]:
@@ -136,10 +137,11 @@ def _create(folder: Path, plan: ExportPlan) -> None:
 
 def _write_blocks(
     checkpoint: Checkpoint, kind: str, plan: ExportPlan, folder: Path, advance: Callable[[int], None]
-) -> None:
+) -> list[str]:
     rank, ranks = rank_and_size(checkpoint.comm)
     specs = {name: checkpoint.datasets[f"{kind}/{name}"].spec for name in plan.tensor_map}
     blocks = my_blocks(specs, rank, ranks)
+    not_finite: dict[str, None] = {}
 
     def copy() -> None:
         files: dict[str, BinaryIO] = {}
@@ -147,6 +149,8 @@ def _write_blocks(
             read = map_ahead(lambda block: checkpoint.read_block(f"{kind}/{block[0]}", block[1]), blocks, ranks)
             for (name, index), values in zip(blocks, read, strict=True):
                 advance(values.nbytes)
+                if not is_finite(values, specs[name].dtype):
+                    not_finite[name] = None
                 theirs = plan.tensor_map[name].name
                 file = plan.files[theirs]
                 if file not in files:
@@ -157,6 +161,7 @@ def _write_blocks(
                 os.fsync(out.fileno())
 
     on_all(checkpoint.comm, copy)
+    return list(not_finite)
 
 
 def _write(descriptor: int, values: np.ndarray, block: Slab, plan: ExportPlan) -> None:
@@ -227,6 +232,13 @@ def _end_of_text(tokenizer: str) -> tuple[str | None, int | None]:
     added = json.loads(tokenizer).get("added_tokens", [])
     special = {token["content"]: token["id"] for token in added if token.get("special")}
     return next(((name, special[name]) for name in END_OF_TEXT_NAMES if name in special), (None, None))
+
+
+def is_finite(values: np.ndarray, stored: str) -> bool:
+    """True if no value of a block is NaN or infinite."""
+    if stored == "bfloat16":  # as uint16: all bits of the exponent are set
+        return not bool(((values & 0x7F80) == 0x7F80).any())
+    return bool(np.isfinite(values).all())
 
 
 def cast(values: np.ndarray, stored: str, wanted: str, name: str) -> np.ndarray:

@@ -24,6 +24,8 @@ from hpcllm.checkpoint.layout import MASTER, MODEL
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.restore import restore, tokenizer_json
 from hpcllm.checkpoint.state import Shards, as_tensor, facts
+from hpcllm.config.input_files import fault_of
+from hpcllm.config.names import shown
 from hpcllm.config.schema import Config, ModelConfig, check_together, from_tables
 from hpcllm.errors import ConfigError
 from hpcllm.mpi.collective_errors import on_all, on_root
@@ -60,13 +62,15 @@ def take_model(config: Config, comm: MPI.Intracomm | None = None) -> Config:
 
 def model_of(path: Path) -> ModelConfig:
     """The model of a folder or a checkpoint. Not collective. Raises UserError, CheckpointError."""
+    if fault := fault_of(path):
+        raise ConfigError(f"run.start_from = {shown(str(path))} cannot be looked at: {fault}")
     if not path.exists():
         raise ConfigError(f"run.start_from = {str(path)!r} is not there; valid: a Hugging Face folder or a checkpoint")
+    if path.is_file() and not is_ours(path):
+        raise ConfigError(f"run.start_from = {str(path)!r} is no checkpoint of ours; of a Hugging Face folder, name it")
     path, is_folder = which(path)
     if is_folder:
         return read_contents(path).model
-    if not is_ours(path):
-        raise ConfigError(f"run.start_from = {str(path)!r} is no checkpoint of ours; of a Hugging Face folder, name it")
     with Checkpoint.open(path) as checkpoint:
         return canonical(from_tables(facts(checkpoint).config).model)
 
@@ -99,7 +103,7 @@ def _source(config: Config) -> Path:
     """Path of the model: a run that has begun goes on also when its beginning is gone."""
     path = Path(config.run.start_from)
     newest = newest_first(Path(config.run.folder) / config.run.name / "checkpoints")
-    return newest[0] if newest and not path.exists() else path
+    return newest[0] if newest and not (fault_of(path) or path.exists()) else path
 
 
 @torch.no_grad()

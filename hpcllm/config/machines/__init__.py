@@ -41,6 +41,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from hpcllm.config.input_files import read_text
+from hpcllm.config.machine_ranges import check_numbers
+from hpcllm.config.names import closest, shown
 from hpcllm.errors import ConfigError
 
 FOLDER = Path(__file__).parent
@@ -66,24 +69,36 @@ def names() -> list[str]:
 
 
 def load(machine: str) -> dict[str, Any]:
-    """The tables of a machine by name or path. Raises ConfigError."""
+    """The tables of a machine by name or path, their numbers in range. Raises ConfigError."""
+    tables = _complete(machine)
+    try:
+        check_numbers(tables)
+    except ConfigError as error:
+        raise ConfigError(f"machine {shown(machine)}: {error}") from error
+    return tables
+
+
+def _complete(machine: str) -> dict[str, Any]:
+    """The tables of a machine and of the one that it is like."""
     tables = _read(machine)
     base = tables.pop("like", None)
     if base is None:
         return tables
-    if base not in names() or "like" in _read(base):
+    if not isinstance(base, str) or base not in names() or "like" in _read(base):
         valid = ", ".join(name for name in names() if "like" not in _read(name))
-        raise ConfigError(f"machine {machine!r}: like = {base!r} cannot be; valid: {valid}")
+        raise ConfigError(f"machine {shown(machine)}: like = {shown(base)} cannot be; valid: {valid}")
     return _joined(_read(base), tables)
 
 
 def _read(machine: str) -> dict[str, Any]:
-    path = FOLDER / f"{machine}.toml" if machine in names() else Path(machine)
+    path = FOLDER / f"{machine.lower()}.toml" if machine.lower() in names() else Path(machine)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return tomllib.loads(read_text(path))
+    except (ValueError, RecursionError) as error:  # a TOMLDecodeError is a ValueError
+        near = closest(machine, names())
         raise ConfigError(
-            f"machine {machine!r} is neither a known one ({', '.join(names())}) nor a readable TOML file: {error}"
+            f"machine {shown(machine)} is neither a known one nor a readable TOML file: {error}; "
+            f"{f'did you mean {near}? ' if near else ''}known: {', '.join(names())}"
         ) from error
 
 

@@ -42,7 +42,7 @@ from hpcllm.plan.memory.backward_pass import backward, second_half
 from hpcllm.plan.memory.forward_pass import forward
 from hpcllm.plan.memory.peak_points import PassUses, layout_points, peak, points_of
 from hpcllm.plan.memory.sizes import RankMemory, Sizes, layout_sizes
-from hpcllm.plan.models import HALVED, Model, spans_like, stage_spans
+from hpcllm.plan.models import HALVED, Model, kind_of, placement_of, spans_like, stage_spans
 from hpcllm.plan.resolve import layer_spans, recompute_levels
 from hpcllm.plan.run_config import config_of
 
@@ -89,6 +89,24 @@ def lower_bound(model: Model, layout: Layout, global_batch: int) -> float:
     one, further = _kept_by_blocks(layout_sizes(model, layout))
     held = _held_by_first_rank(layout, layout.microbatches(global_batch))
     return states_lower_bound(model, layout) + held * (one + (blocks - 1) * further)
+
+
+def first_rank_bound(model: Model, layout: Layout, global_batch: int) -> float:
+    """Return bytes that the first pipeline rank needs at least: all it keeps, and a pass with all it holds at once.
+
+    Exact but for messages and for which of its chunks hold how much; its schedule is not made.
+    """
+    config = config_of(model, layout, global_batch)
+    spans, placement = stage_spans(model, layout), placement_of(layout)
+    mine = [spans[placement.stage(0, chunk)] for chunk in range(placement.chunks)]
+    sizes = replace(chunk_sizes(config, layout.recompute), split=layout.schedule in HALVED)
+    uses = [pass_uses(sizes, span) for span in mine]
+    kept, held = min(use.forward.net for use in uses), _held_by_first_rank(layout, config.pipeline.microbatches)
+    # a backward pass comes next; the second half of one may leave less room than what goes back with the first
+    at_work = held * kept + (0 if layout.schedule in HALVED else min(use.backward.peak for use in uses))
+    shared = replace(config, data=DataConfig(), pipeline=PipelineConfig())
+    states = between_passes(shared, spans_like([kind_of(span) for span in mine]))
+    return states.total - states.checkpoint + target_bytes(config) + at_work
 
 
 def states_lower_bound(model: Model, layout: Layout) -> float:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcllm.collectives.tuning import Tuning, from_tables, load_tuning, to_text
+from hpcllm.config.input_files import LARGEST_TABLE_BYTES, read_text
 from hpcllm.config.machines import peak_of_device
 from hpcllm.errors import ConfigError
 from hpcllm.plan.time.kernel_times import MeasuredKernels, read_measured_kernels
@@ -30,7 +31,6 @@ FAMILIES_OF = {  # pattern of a GPU's name -> key of roofline.FAMILIES
     "V100": "nvidia-volta",
     "Max|PVC": "intel-xe",
 }
-LARGEST_FILE_BYTES = 16 << 20
 LINE = 110  # characters
 
 
@@ -76,12 +76,8 @@ def _read(path: Path) -> tuple[dict[str, Any], MeasuredKernels, Tuning]:
 
 def _tables(path: Path) -> dict[str, Any]:
     try:
-        with open(path, "rb") as file:
-            data = file.read(LARGEST_FILE_BYTES + 1)
-        if len(data) > LARGEST_FILE_BYTES:
-            raise ValueError(f"more than {LARGEST_FILE_BYTES} bytes")
-        tables = json.loads(data)
-    except (OSError, ValueError, RecursionError) as error:
+        tables = json.loads(read_text(path, LARGEST_TABLE_BYTES))
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"cannot be read: {error}; `python -m hpcllm.perf step --calibrate` writes one") from error
     if not isinstance(tables, dict):
         raise ConfigError("holds no table")

@@ -13,7 +13,9 @@ neighbours; partners of two-step are anywhere. Codecs that nobody measured are b
 
 The library:   seconds = start + steps x hop + V x size x (ranks - 1) / ranks / bus bandwidth      V: 2 of an all-reduce
 
-    ring     ranks - 1 steps a pass, over as many rings at once as there are NICs, each byte through a node's NICs once
+    ring     ranks - 1 steps a pass, over as many rings at once as there are NICs, each byte through a node's NICs once.
+             short words are passed on as they come: a word's way counts. Of long ones each is taken over as a whole: a
+             NIC pays for each of the ranks - 1 parts, so many ranks make a message of their own size slow
     tree     an all-reduce, if that is sooner: up and down, log2 of the nodes
     short    words that carry their own flag: short steps, a small part of the bandwidth; long: the other way round
     bus bandwidth of a group: inside a node that of its links; between nodes its part of the NICs, if that is less
@@ -145,19 +147,21 @@ class Network:
 def library_collective_s(operation: str, size_bytes: float, group: Spread, machine: Machine) -> float:
     """Return the seconds of a library collective while the other groups of the node do the same."""
     moved = VOLUME[operation] * size_bytes * (group.ranks - 1) / group.ranks
-    steps_s, carry_s = _library_steps_s(operation, group, machine), moved / bus_gb_s(group, machine) / 1e9
-    return START_S + min(steps_s + carry_s / SHORT_PART, LONG_STEPS * steps_s + carry_s)
+    (short_s, long_s), carry_s = _library_steps_s(operation, group, machine), moved / bus_gb_s(group, machine) / 1e9
+    return START_S + min(short_s + carry_s / SHORT_PART, LONG_STEPS * long_s + carry_s)
 
 
-def _library_steps_s(operation: str, group: Spread, machine: Machine) -> float:
+def _library_steps_s(operation: str, group: Spread, machine: Machine) -> tuple[float, float]:
+    """Return the seconds of the steps with short and with long words."""
     near_s, far_s = machine.links.latency_s, machine.fabric.latency_s + PROXY_S
     if group.nodes == 1:
-        return VOLUME[operation] * (group.ranks - 1) * near_s
-    ring_s = VOLUME[operation] * ((group.ranks - group.nodes) * near_s + (group.nodes - 1) * far_s)
+        return (VOLUME[operation] * (group.ranks - 1) * near_s,) * 2
+    passed_s = VOLUME[operation] * ((group.ranks - group.nodes) * near_s + (group.nodes - 1) * far_s)
+    crossed_s = VOLUME[operation] * (group.ranks - 1) * far_s
     if operation != "allreduce":
-        return ring_s
+        return passed_s, crossed_s
     tree_s = 2.0 * ((group.most - 1) * near_s + math.ceil(math.log2(group.nodes)) * far_s)
-    return min(ring_s, tree_s)
+    return min(passed_s, tree_s), min(crossed_s, tree_s)
 
 
 def library_message_s(size_bytes: float, path: Way, machine: Machine, nodes: int) -> float:

@@ -14,12 +14,14 @@ Replicas exchange gradients and weights, which their work hides in part:
     hpcllm                              gradients  |  weights           behind the last backward, the next forward pass
     megatron                              gradients weights             after the passes: Megatron-LM, DeepSpeed ZeRO-1
     gradients sharded      gradients of every microbatch, behind its backward pass
-    all sharded            weights before every pass, gradients after it, block by block: FSDP, ZeRO-3
+    all sharded            weights before every pass, gradients after it, a block or a matrix at a time: FSDP, ZeRO-3
 
 What is hidden is not free: the library's kernels and the device's share multiprocessors and memory, and the first and
 the last block wait in any case. Of what travels behind one pass in buckets, the pass has to fill the first, and the
 last one travels when it is over: with n of them, 1 - 1/n of the shorter of pass and exchange is hidden. Between CPUs
-of one node the cores that compute carry the bytes: nothing hides that.
+of one node the cores that compute carry the bytes: nothing hides that. What travels beside every pass is hidden by the
+share that a layout says, which is nothing unless told: FSDP hid 0.75 of it on one cluster of H100 (the rows of MPT),
+DeepSpeed's ZeRO-3 nothing that could be seen (arXiv:2104.04473, Table 2).
 
 Sources: arXiv:1909.08053 section 3, arXiv:2205.05198 section 4.2.2, arXiv:1910.02054 sections 5 and 7, arXiv:2304.11277
 section 3.3. Pure.
@@ -43,7 +45,8 @@ from hpcllm.plan.time.roofline import seconds
 UPDATES = 0.7  # share of the memory's bandwidth that many short kernels over parameters get
 BACKGROUND_BYTES = 1 << 20  # ours sends less in line with its work: model/tensor_parallel.py, which imports torch
 BUCKET_BYTES = 16 << 20  # communication.bucket_mib of a run file that does not say it
-HIDDEN_EACH = 0.75  # hidden share of an exchange beside passes, which take longer for it: by the rows of MPT on H100
+WAITS = 1.5  # factor on messages of every pass over several nodes: each waits for its slowest rank; rows of ZeRO-3
+MATRICES = 4  # of a block, each gathered by itself where a trainer goes by modules: q k v, output, up (gate), down
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ class Exchange:
     forward_s: float = 0.0  # behind the first forward pass of the next step
     passes_s: float = 0.0  # behind all passes
     buckets: int = 1
+    hidden: float = 0.0  # share of passes_s that is hidden
 
     @property
     def total_s(self) -> float:
@@ -140,7 +144,7 @@ class Exchange:
 def hideable_s(done: Exchange, forward_s: float, backward_s: float) -> float:
     """Return how much of an exchange the passes of one microbatch hide, if passes and waits are long enough."""
     one_s = min(done.backward_s, backward_s) + min(done.forward_s, forward_s)
-    return (1 - 1 / done.buckets) * one_s + HIDDEN_EACH * done.passes_s
+    return (1 - 1 / done.buckets) * one_s + done.hidden * done.passes_s
 
 
 def summed_bytes(layout: Layout) -> float:
@@ -148,24 +152,35 @@ def summed_bytes(layout: Layout) -> float:
     return 4 if layout.trainer == "hpcllm" or gradient_bytes(layout) >= 4 else 2
 
 
-def exchange(parameters: float, layout: Layout, microbatches: int, network: Network) -> Exchange:
+def messages_of(blocks: int, layout: Layout) -> int:
+    """Return the number of messages in which a rank's weights, of so many blocks, are gathered before a pass."""
+    if layout.shard != "all":
+        return 1
+    return blocks * (layout.messages or (1 if layout.trainer == "hpcllm" else MATRICES))
+
+
+def exchange(parameters: float, blocks: int, layout: Layout, microbatches: int, network: Network) -> Exchange:
     """Time the exchange over dp of a rank whose stages have so many parameters (before shard=all divides them)."""
     if layout.dp == 1:
         return Exchange()
     gradients, weights = summed_bytes(layout) * parameters, layout.item_bytes * parameters
+    messages = messages_of(blocks, layout)
     if layout.shard == "none":
         sum_s, gather_s = network.data_s("allreduce", gradients), 0.0
     else:
-        sum_s, gather_s = network.data_s("reduce_scatter", gradients), network.data_s("allgather", weights)
+        sum_s = messages * network.data_s("reduce_scatter", gradients / messages)
+        gather_s = messages * network.data_s("allgather", weights / messages)
     ours, buckets = layout.trainer == "hpcllm", math.ceil(gradients / BUCKET_BYTES)
     if ours and network.uses_cores("dp"):
         times = microbatches if layout.shard in ("states+gradients", "all") else 1
         return Exchange(after_s=times * sum_s + gather_s * (2 * times if layout.shard == "all" else 1))
     if layout.shard == "all":
-        return Exchange(passes_s=microbatches * (2 * gather_s + sum_s))
+        waits = WAITS if network.spread("dp").nodes > 1 else 1.0
+        return Exchange(passes_s=waits * microbatches * (2 * gather_s + sum_s), hidden=layout.hidden)
     if layout.shard == "states+gradients":
         passes_s = microbatches * sum_s
-        return Exchange(0.0, 0.0, gather_s, passes_s, buckets) if ours else Exchange(gather_s, passes_s=passes_s)
+        after_s, forward_s = (0.0, gather_s) if ours else (gather_s, 0.0)
+        return Exchange(after_s, 0.0, forward_s, passes_s, buckets if ours else 1, layout.hidden)
     return Exchange(0.0, sum_s, gather_s, buckets=buckets) if ours else Exchange(sum_s + gather_s)
 
 

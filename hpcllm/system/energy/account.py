@@ -10,12 +10,12 @@ Pure: meter.py and the training loop read the numbers.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpcllm.config.schema import EnergyConfig
+from hpcllm.system.json_lines import record_of
 
 HOUR_S, KWH_J = 3600.0, 3.6e6
 TAIL_BYTES = 1 << 20  # of a log; its records take about a thousandth of that
@@ -84,10 +84,7 @@ def taken_before(log: Path) -> dict[str, Any]:
         file.seek(max(0, log.stat().st_size - TAIL_BYTES))
         lines = file.read().splitlines()
     for line in reversed(lines):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # cut off by the end of a job, or by where the tail begins
-        if isinstance(record, dict) and isinstance(record.get("node_hours"), float):
+        record = record_of(line)  # None: cut off by the end of a job, or by where the tail begins
+        if record and isinstance(record.get("node_hours"), float):
             return record
     return {}

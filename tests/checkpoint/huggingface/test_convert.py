@@ -58,6 +58,22 @@ def test_there_and_back_is_the_same_on_any_number_of_ranks(comm, shared_path, mo
         assert not list(shared_path.glob("*.tmp-*"))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_that_are_no_numbers_are_said_both_ways(tmp_path, monkeypatch, dtype):
+    """Each way says how many tensors, and the bits come through as they are."""
+    monkeypatch.setattr(layout, "BLOCK_BYTES", 1000)
+    ours = checkpoint_of(tmp_path / "ours.h5", VARIANTS["llama"], dtype)
+    assert convert(ours, tmp_path / "theirs", None).notes == ()
+    weights = safetensors.torch.load_file(tmp_path / "theirs" / "model.safetensors")
+    for name, value in (("model.norm.weight", torch.nan), ("model.embed_tokens.weight", torch.inf)):
+        weights[name].view(-1)[-1] = value
+    safetensors.torch.save_file(weights, tmp_path / "theirs" / "model.safetensors")
+    told = "2 tensors with NaN or infinite values, which came through as they are: embedding.weight, final_norm.weight"
+    for source, target in (("theirs", "again.h5"), ("again.h5", "theirs again")):
+        (note,) = convert(tmp_path / source, tmp_path / target, None).notes
+        assert note.startswith(told)
+
+
 @pytest.mark.parallel([3])
 def test_a_rank_that_cannot_read_ends_the_conversion_of_all(comm, shared_path, monkeypatch):
     if comm.rank == 0:
@@ -120,10 +136,10 @@ def test_ends_of_text_are_said(ours, tmp_path):
         (["{ours}", "{ours}"], "is there already"),
         (["{ours}", "new.h5"], "new.h5 would be a folder"),
         (["{folder}", "new.h5"], "has no config.json"),
-        (["{text}", "new"], "not one of our checkpoints"),
+        (["{text}", "new"], "is no checkpoint: it does not begin"),
         (["{ours}", "new", "--architecture", "llama"], "llama: as config.json: hidden_act = 'gelu'"),
         (["{ours}", "new", "--architecture", "bert"], "'bert' is unknown; valid: gpt2, gpt_neox"),
-        (["{ours}", "new", "--shard-gb", "0"], "--shard-gb 0.0 is out of range"),
+        (["{ours}", "new", "--shard-gb", "0"], "--shard-gb: '0' is out of range"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_exit_code_2(ours, tmp_path, monkeypatch, capsys, arguments, said):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hpcllm.pipeline.schedules import SCHEDULES
 from hpcllm.plan.layouts import Layout
-from hpcllm.plan.memory.predict import layout_memory, lower_bound, states_lower_bound
+from hpcllm.plan.memory.predict import first_rank_bound, layout_memory, lower_bound, states_lower_bound
 from hpcllm.plan.models import read_model
 
 MODELS = {
@@ -45,7 +45,9 @@ def test_no_layout_needs_less(name, drawn):
     layout, global_batch = drawn
     needed = max(rank.total - rank.checkpoint for rank in layout_memory(MODELS[name], layout, global_batch))
     least = lower_bound(MODELS[name], layout, global_batch)
+    of_first = first_rank_bound(MODELS[name], layout, global_batch)
     assert 0 < least <= needed
+    assert 0 < of_first <= needed
 
 
 @settings(max_examples=100, deadline=None)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hpcllm.plan.layouts import parse_layout
 from hpcllm.plan.machine import read_machine
@@ -16,7 +20,7 @@ TRAINERS = ("megatron", "hpcllm")
 
 def exchanged(layout: str, microbatches: int = 4) -> Exchange:
     parsed = parse_layout(layout)
-    return exchange(1e9, parsed, microbatches, Network(read_machine("lumi-g"), parsed))
+    return exchange(1e9, 24, parsed, microbatches, Network(read_machine("lumi-g"), parsed))
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -43,6 +47,34 @@ def test_ours_hides_what_megatron_does_not() -> None:
         ours, others = (exchanged(f"dp=16,shard={shard},trainer={trainer}") for trainer in ("hpcllm", "megatron"))
         assert ours.after_s == 0 < ours.backward_s
         assert others.total_s == others.after_s
+
+
+@given(
+    st.sampled_from(["states+gradients", "all"]),
+    st.sampled_from(TRAINERS),
+    st.sampled_from([2, 16, 512]),
+    st.floats(0, 1),
+)
+def test_beside_passes_only_that_share_is_hidden_that_a_layout_says(shard, trainer, dp, hidden) -> None:
+    text = f"dp={dp},shard={shard},trainer={trainer}"
+    silent, told = exchanged(text), exchanged(f"{text},hidden={hidden:.4f}")
+    assert silent.total_s == told.total_s
+    shown = hideable_s(replace(silent, forward_s=0.0), 100.0, 200.0)
+    assert shown == 0
+    assert hideable_s(replace(told, forward_s=0.0), 100.0, 200.0) == pytest.approx(told.passes_s * round(hidden, 4))
+
+
+@given(st.sampled_from(TRAINERS), st.sampled_from([2, 8, 64, 1024]), st.integers(1, 64))
+def test_a_block_in_more_messages_is_never_faster(trainer: str, dp: int, messages: int) -> None:
+    text = f"dp={dp},shard=all,trainer={trainer}"
+    fewer, more = (exchanged(f"{text},messages={count}").passes_s for count in (messages, messages + 1))
+    assert fewer <= more * (1 + 1e-12)
+
+
+def test_the_weights_of_a_block_are_one_message_of_ours_and_one_a_matrix_of_others() -> None:
+    for trainer, messages in (("hpcllm", 1), ("megatron", 4)):
+        text = f"dp=64,shard=all,trainer={trainer}"
+        assert exchanged(text) == exchanged(f"{text},messages={messages}")
 
 
 @pytest.mark.parametrize("forward_s", [0.0, 0.1, 100.0])

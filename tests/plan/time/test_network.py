@@ -180,10 +180,25 @@ def test_loss_of_a_busy_network_grows_with_the_nodes():
 
 def test_volumes_are_those_of_the_operations():
     machine = read_machine("selene")
+    machine = replace(machine, fabric=replace(machine.fabric, loss_per_doubling=0.0))
     network = Network(machine, Layout(tp=8, dp=4, trainer="megatron"))
     for operation in OPERATIONS:
         alone = network.data_s(operation, 4 << 30) - network.data_s(operation, 2 << 30)
         assert alone == pytest.approx(VOLUME[operation] * (2 << 30) * 3 / 4 / (0.85 * 25e9), rel=1e-6)
+
+
+@pytest.mark.parametrize("operation", ["allgather", "reduce_scatter"])
+def test_many_ranks_make_messages_of_one_size_slow_long_before_their_first_word_is_through(operation):
+    """A NIC pays for each rank's part: a byte costs the more, the more ranks share a message of its size."""
+    machine = read_machine("selene")
+    times = [
+        Network(machine, Layout(dp=dp, trainer="megatron")).data_s(operation, 1 << 30)
+        for dp in (16, 64, 256, 1024, 4096)
+    ]
+    assert times == sorted(times)
+    assert times[-1] > 4 * times[0]
+    hop_s = machine.fabric.latency_s
+    assert times[-1] > 4095 * hop_s
 
 
 def test_rates_that_were_measured_are_those_of_the_formulas():

@@ -1,0 +1,138 @@
+"""Calls of MPI that do not return are found, named and ended; computations and polite waits are not taken for them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from hpcllm.mpi import stuck_calls, wait
+from hpcllm.mpi.stuck_calls import LOOKS, StuckCalls
+from tests.system.test_job import ROOT, environment, launcher
+
+LIMIT_S = 60.0
+STOPPED = """
+import os, signal, sys
+where = sys.argv[1]
+rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+def stop_at(here):
+    if where == here and rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+from hpcllm.system.job import run_job
+stop_at("MPI_Init")
+def command(world):
+    from hpcllm.mpi.collective_errors import on_root
+    stop_at("on_root")
+    on_root(world, lambda: 1)
+    return 0
+code = run_job(command, 1.0)
+stop_at("MPI_Finalize")
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("where", ["MPI_Init", "on_root", "MPI_Finalize"])
+def test_a_rank_that_stops_at_any_time_ends_the_job_with_its_words(where):
+    start = time.monotonic()
+    done = subprocess.run(
+        [*launcher(2), sys.executable, "-c", STOPPED, where],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode != 0
+    said = f"the job ends: {where} does not return" if where != "on_root" else r"rank 1 \(.*\) has not answered"
+    assert re.search(said, done.stderr), done.stderr
+    assert time.monotonic() - start < 20
+
+
+def looked_at(block: Callable[[threading.Event], None]) -> str:
+    """What is found of a thread that runs the block."""
+    end, calls, found = threading.Event(), StuckCalls(), ""
+    thread = threading.Thread(target=block, args=(end,), daemon=True)
+    thread.start()
+    for _ in range(3 * LOOKS):
+        time.sleep(0.01)
+        found = found or calls.look(0.1, time.monotonic())
+    end.set()
+    thread.join()
+    return found
+
+
+def test_what_takes_long_but_is_no_call_of_mpi_is_left_alone():
+    def compute(end: threading.Event) -> None:
+        while not end.is_set():
+            np.linalg.svd(np.ones((300, 300)))
+
+    def poll(end: threading.Event) -> None:
+        wait.Waits(60.0).until(end.is_set, lambda: "the end")
+
+    for block in (compute, poll, threading.Event.wait):
+        assert looked_at(block) == ""
+
+
+def test_a_blocking_call_is_named_by_its_source(tmp_path, monkeypatch):
+    """A receive of a message that is sent at the end only."""
+    source = tmp_path / "a place.py"
+    source.write_text("def receive(comm, into):\n    comm.Recv(\n        into, 0, tag=7)\n")
+    monkeypatch.setattr(stuck_calls, "PACKAGE", str(tmp_path))
+    names: dict[str, Callable[..., None]] = {}
+    exec(compile(source.read_text(), str(source), "exec"), names)
+    comm, end = MPI.COMM_SELF, threading.Event()
+
+    def block(_: threading.Event) -> None:
+        names["receive"](comm, np.empty(1))
+
+    thread = threading.Thread(target=lambda: (end.wait(), comm.Send(np.ones(1), 0, 7)))
+    thread.start()
+    calls, found = StuckCalls(), ""
+    receiver = threading.Thread(target=block, args=(end,), daemon=True)
+    receiver.start()
+    for _ in range(3 * LOOKS):
+        time.sleep(0.01)
+        found = found or calls.look(0.1, time.monotonic())
+    end.set()
+    receiver.join()
+    thread.join()
+    assert re.search(r"has not returned for 0 s from `comm.Recv\( into, 0, tag=7\)` \(a place.py:", found), found
+
+
+def test_an_abort_that_does_not_return_ends_the_process_all_the_same():
+    """MPI_Abort keeps the GIL: so does this sleep."""
+    script = (
+        "import ctypes, sys; from hpcllm.system import job; job.ABORT_S = 0.5\n"
+        "job._end_soon(3); ctypes.PyDLL(None).usleep(20_000_000)"
+    )
+    start = time.monotonic()
+    path = f"/tmp/hpcllm aborted {time.time_ns()}"
+    done = subprocess.run([sys.executable, "-c", script], env=environment() | {"HPCLLM_ABORTED": path}, cwd=ROOT)
+    assert done.returncode == 1
+    assert time.monotonic() - start < 10
+    with open(path) as file:
+        assert file.read() == "3\n"
+
+
+def test_a_launch_script_ends_what_stays_after_an_abort(tmp_path):
+    """Open MPI's mpirun stays if a host is out of reach; so does this sleep, with a child."""
+    script = """set -euo pipefail; . jobscripts/local/launch.sh; hpcllm_abort_file
+    bash -c 'sleep 60 & wait' & job=$!
+    hpcllm_end_after_abort "$job" hpcllm_kill_tree "$job" &
+    echo 5 >"$HPCLLM_ABORTED"
+    wait "$job" && code=0 || code=$?
+    hpcllm_exit_code "$code"; pgrep -P "$job" || echo nothing left; [ ! -e "$HPCLLM_ABORTED" ]"""
+    environment_ = environment() | {"HPCLLM_ABORT_S": "1", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment_, cwd=ROOT, capture_output=True, text=True, timeout=20
+    )
+    assert (done.returncode, done.stdout.split("\n")[:2]) == (0, ["5", "nothing left"]), done.stderr
+    assert "ended by force" in done.stderr

@@ -1,0 +1,213 @@
+"""Sample the cases of parametrised tests: a pytest plugin that tests/run.sh loads (`-p sampling --sample LEVEL`).
+
+    test_sum    ranks  algorithm  codec                 sample: each value of each parameter at least once
+                2      ring       raw     <- kept       fast: one case of each function, and of files whose
+                2      ring       int8                        tests start no process
+                3      two_step   int8    <- kept
+                ...                                     without this plugin: all cases
+
+Every test function keeps at least one case, but for those that a group of --all or `@pytest.mark.full(reason="...")`
+leaves to `tests/run.sh --all`. The choice depends on nothing but the names and values of a function's own cases: it is
+the same on all ranks, which would wait for one another for ever otherwise, and stays when other tests come and go.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+GROUPS = {
+    "fast": "serial",
+    "sample": "serial alone 1 2 3 4 sealed:serial sealed:2 open:2",
+    "all": "serial alone 1 2 3 4 5 sealed:serial sealed:1 sealed:2 sealed:3 sealed:4 open:2 open:3",
+}
+FAST_CASES = 1
+SHARE_OF_EXAMPLES = {"fast": 10, "sample": 4}  # one in so many of the examples that a law asks hypothesis for
+LEAST_EXAMPLES = 5
+STARTS = {"subprocess.Popen", "os.fork", "os.posix_spawn", "os.system", "os.exec"}  # events of Python's audit
+refusing: list[pytest.Item] = []  # the test that must start no process now
+RANKS = "_nprocs"  # mpi-pytest's parameter of tests for several numbers of ranks
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", choices=[*GROUPS], default="all", help="how many cases of each test run")
+    parser.addoption("--list-left", action="store_true", help="list what the sample leaves out, and run nothing")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full(reason): left to tests/run.sh --all")
+    if config.getoption("sample") == "fast":
+        sys.addaudithook(refuse_processes)
+
+
+def refuse_processes(event: str, _: tuple[object, ...]) -> None:
+    if refusing and event in STARTS:
+        pytest.skip("starts a process, which --fast does not")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """In the fast sample, files of tests that start processes are not even imported."""
+    if config.getoption("sample") != "fast" or not is_tests(collection_path):
+        return None
+    return True if starts_processes(collection_path.read_text(encoding="utf-8")) else None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """In the fast sample, a test that starts a process after all, by a helper or in what it tests, is skipped there."""
+    if item.config.getoption("sample") != "fast":
+        return (yield)
+    refusing.append(item)
+    try:
+        return (yield)
+    finally:
+        refusing.clear()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before tests of other groups go
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    level = config.getoption("sample")
+    if config.getoption("list_left"):
+        list_left(items, level)
+        items.clear()
+    elif level != "all":
+        kept = set(sample(items, level))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+        for item in items:
+            ask_for_fewer_examples(item, SHARE_OF_EXAMPLES[level])
+    yield
+
+
+def sample(items: Sequence[pytest.Item], level: str) -> Iterator[pytest.Item]:
+    """Items that `level` keeps, function by function."""
+    groups = GROUPS[level].split()
+    for cases in functions(items).values():
+        candidates = [item for item in cases if not item.get_closest_marker("full")]
+        candidates = [item for item in candidates if not set(groups_of(item)).isdisjoint(groups)]
+        names = [item.nodeid for item in candidates]
+        if level == "fast":
+            chosen = spread(names, FAST_CASES)
+        else:
+            chosen = cover(numbered([parameters(item) for item in candidates]), names)
+        yield from (candidates[index] for index in chosen)
+
+
+def functions(items: Sequence[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """Cases of each test function, by its name with the file's."""
+    found: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        found.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return found
+
+
+def list_left(items: Sequence[pytest.Item], level: str) -> None:
+    """Print which groups and functions `level` leaves to --all, and of how many cases it runs how many."""
+    kept = set(sample(items, level))
+    print(f"groups left to --all: {', '.join(sorted(set(GROUPS['all'].split()) - set(GROUPS[level].split())))}")
+    print("cases that run, of all:")
+    for group in GROUPS["all"].split():
+        cases = [item for item in items if group in groups_of(item)]
+        runs = len(kept.intersection(cases)) if group in GROUPS[level].split() else 0
+        print(f"    {group:14} {runs:5} of {len(cases):5}")
+    print("functions left to --all:")
+    whole = {name: cases for name, cases in functions(items).items() if kept.isdisjoint(cases)}
+    for name, cases in whole.items():
+        print(f"    {name}: {why_left(cases[0])}")
+    print(f"{len(functions(items)) - len(whole)} of {len(functions(items))} functions run", end=", ")
+    print(f"with {len(kept)} of {len(items)} cases")
+
+
+def why_left(item: pytest.Item) -> str:
+    marker = item.get_closest_marker("full")
+    return str(marker.kwargs["reason"]) if marker else f"runs in group {' or '.join(groups_of(item))} only"
+
+
+def groups_of(item: pytest.Item) -> list[str]:
+    """Groups of tests/run.sh in which the test runs."""
+    if marker := item.get_closest_marker("parallel"):
+        ranks = parameters(item).get(RANKS) or marker.args[0]
+        group = str(ranks[0] if isinstance(ranks, list) else ranks)
+    else:
+        group = "alone" if item.get_closest_marker("alone") else "serial"
+    pretend = item.get_closest_marker("pretend")
+    return [f"{mode}:{group}" for mode in pretend.args or ("sealed", "open")] if pretend else [group]
+
+
+def parameters(item: pytest.Item) -> dict[str, object]:
+    """Values of the test's parameters by name."""
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def numbered(cases: Sequence[dict[str, object]]) -> list[frozenset[tuple[str, int]]]:
+    """Values of each parameter as numbers in the order in which they appear, which no address of an object changes."""
+    seen: defaultdict[str, dict[Hashable, int]] = defaultdict(dict)
+    return [
+        frozenset((name, seen[name].setdefault(key(value), len(seen[name]))) for name, value in case.items())
+        for case in cases
+    ]
+
+
+def key(value: object) -> Hashable:
+    """Something that only the same value has."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value
+
+
+def cover(rows: Sequence[frozenset[tuple[str, int]]], names: Sequence[str]) -> list[int]:
+    """Indices of few rows in which each value of each parameter stands; at least one, if there is any.
+
+    Greedy: the row with most values that are still missing comes next. Rows are asked in an order that mixes them, for
+    in the order of a grid whole columns would always go with the same partner.
+    """
+    missing = frozenset().union(*rows)
+    order, chosen = mixed(names), list[int]()
+    while missing or (rows and not chosen):
+        best = max(order, key=lambda index: len(rows[index] & missing))
+        chosen.append(best)
+        missing -= rows[best]
+    return sorted(chosen)
+
+
+def spread(names: Sequence[str], count: int) -> list[int]:
+    """Indices of `count` names, or of all if there are fewer."""
+    return sorted(mixed(names)[:count])
+
+
+def mixed(names: Sequence[str]) -> list[int]:
+    """Indices in an order that only the names decide."""
+    return sorted(range(len(names)), key=lambda index: (zlib.crc32(names[index].encode()), names[index]))
+
+
+def ask_for_fewer_examples(item: pytest.Item, share: int) -> None:
+    """Divide the number of hypothesis's examples, unless there are few."""
+    test: Any = getattr(item, "obj", None)
+    if not hypothesis.is_hypothesis_test(test) or hasattr(test, "all_examples"):  # each case has the same function
+        return
+    asked = test._hypothesis_internal_use_settings
+    test.all_examples = asked.max_examples
+    fewer = min(asked.max_examples, max(LEAST_EXAMPLES, asked.max_examples // share))
+    test._hypothesis_internal_use_settings = hypothesis.settings(asked, max_examples=fewer)
+
+
+def is_tests(path: Path) -> bool:
+    return path.name.startswith("test_") and path.suffix == ".py"
+
+
+def starts_processes(text: str) -> bool:
+    """True if tests of a file with this text start processes, and not only by what they test."""
+    return "subprocess" in text
+
+
+if __name__ == "__main__":  # tests/run.sh asks for the groups of a level; without pytest this is quick
+    print(GROUPS[sys.argv[1]])

@@ -1,0 +1,139 @@
+"""The sample of tests/run.sh: no function is lost, every value of a parameter stays, all ranks choose the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+import sampling
+from hypothesis import given
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).parents[1]
+RUN = ["bash", str(ROOT / "tests" / "run.sh")]
+grids = st.lists(st.integers(1, 6), min_size=1, max_size=3).flatmap(
+    lambda sizes: st.lists(st.tuples(*(st.integers(0, size) for size in sizes)), min_size=1, max_size=40)
+)
+
+
+def rows_of(cases):
+    return sampling.numbered([{str(name): value for name, value in enumerate(case)} for case in cases])
+
+
+def names_of(cases):
+    return [f"test[{'-'.join(map(str, case))}-{index}]" for index, case in enumerate(cases)]
+
+
+@given(cases=grids)
+def test_every_value_of_every_parameter_is_chosen_by_no_more_cases_than_values(cases):
+    chosen = sampling.cover(rows_of(cases), names_of(cases))
+    values = {(name, value) for case in cases for name, value in enumerate(case)}
+    assert {(name, value) for index in chosen for name, value in enumerate(cases[index])} == values
+    assert 1 <= len(chosen) <= len(values)
+
+
+def test_a_grid_takes_about_as_many_cases_as_its_longest_side():
+    cases = [(rank, algorithm, codec) for rank in range(5) for algorithm in range(6) for codec in range(9)]
+    assert 9 <= len(sampling.cover(rows_of(cases), names_of(cases))) <= 12
+
+
+def test_a_function_without_parameters_stays():
+    assert sampling.cover(sampling.numbered([{}]), ["test"]) == [0] == sampling.spread(["test"], 1)
+    assert sampling.cover([], []) == []
+
+
+def test_values_that_have_no_hash_or_equal_others_of_another_type_are_told_apart():
+    shared: list[int] = []
+    rows = sampling.numbered([{"x": shared}, {"x": []}, {"x": shared}, {"x": 1}, {"x": True}, {"x": 1.0}])
+    assert rows[0] == rows[2]
+    assert len({*rows}) == 5
+
+
+def test_every_function_of_this_session_stays_or_is_left_with_a_reason(request):
+    """Of the tests that were collected here: with --all all of a group."""
+    items = request.session.items
+    kept = set(sampling.sample(items, "sample"))
+    for name, cases in sampling.functions(items).items():
+        if kept.isdisjoint(cases):
+            assert len(sampling.why_left(cases[0])) > 20, name
+    assert kept <= set(items)
+
+
+@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("level", ["sample", "fast"])
+def test_all_ranks_choose_the_same(comm, request, level):
+    chosen = [item.nodeid for item in sampling.sample(request.session.items, level)]
+    assert len({*map(tuple, comm.allgather(chosen))}) == 1
+
+
+def test_hypothesis_is_asked_for_fewer_examples(pytester):
+    pytester.makepyfile(
+        """
+        from hypothesis import given, settings, strategies as st
+        count = 0
+        @settings(max_examples=100, database=None, derandomize=True)
+        @given(st.floats())
+        def test_law(x):
+            global count
+            count += 1
+        def test_count():
+            assert 10 <= count <= 30
+        """
+    )
+    outcome = pytester.runpytest_inprocess("-p", "sampling", "--sample", "sample")
+    outcome.assert_outcomes(passed=2)
+    assert hypothesis.settings().max_examples == 100
+
+
+def test_left_tests_run_with_all_only(pytester):
+    pytester.makepyfile(
+        """
+        import pytest
+        @pytest.mark.full(reason="takes an hour")
+        def test_long(): pass
+        @pytest.mark.parametrize("x", range(5))
+        @pytest.mark.parametrize("y", range(5))
+        def test_short(x, y): pass
+        """
+    )
+    for level, least, most in ("all", 26, 26), ("sample", 5, 9), ("fast", 1, 1):
+        outcome = pytester.runpytest_inprocess("-p", "sampling", "--sample", level).parseoutcomes()
+        assert least <= outcome["passed"] <= most
+    listed = pytester.runpytest_inprocess("-p", "sampling", "--sample", "sample", "--list-left", "--collect-only")
+    listed.stdout.fnmatch_lines(["*test_long: takes an hour", "1 of 2 functions run, with * of 26 cases"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--fast", "--all"], "--fast, --sample and --all exclude each other"),
+        (["--all", "--list-left"], "--all leaves nothing"),
+        (["--list-left", "-k", "ring"], "--list-left is of all tests, not of -k"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused_at_once(arguments, says):
+    environment = {name: value for name, value in os.environ.items() if name != "HPCLLM_TESTS"}  # CI's choice of groups
+    answer = subprocess.run([*RUN, *arguments], capture_output=True, text=True, timeout=20, env=environment)
+    assert answer.returncode == 2
+    assert answer.stderr.startswith(f"tests/run.sh: error: {says}")
+    assert answer.stdout == ""
+
+
+def test_help_names_every_option():
+    told = subprocess.run([*RUN, "-h"], capture_output=True, text=True, timeout=20, check=True).stdout
+    assert all(option in told for option in ("--fast", "--all", "--list-left", "--coverage", "HPCLLM_TESTS"))
+
+
+@pytest.mark.full(reason="imports every test file, which takes half a minute")
+def test_what_the_default_leaves_is_a_short_list_with_reasons():
+    line = [sys.executable, "-m", "pytest", "-q", "-p", "sampling", "--sample", "sample", "--list-left"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    environment.pop("HPCLLM_PRETEND", None)
+    told = subprocess.run([*line, "--collect-only"], capture_output=True, text=True, cwd=ROOT, env=environment).stdout
+    left = [row for row in told.splitlines() if "::" in row]
+    assert 0 < len(left) < 12
+    assert all(": runs in group " in row or "minute" in row for row in left)
