@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcllm.config import machines
-from hpcllm.config.machine_ranges import RANGES
+from hpcllm.config.machines import RANGES
 from hpcllm.config.schema import key_names
 
 NUMBERS = [

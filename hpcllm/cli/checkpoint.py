@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from hpcllm.cli.options import add_stall_limit, file_or_folder, real, whole
 from hpcllm.config.rules import Range
-from hpcllm.errors import ConfigError
 from hpcllm.system.job import run_with_or_without_mpi
 from hpcllm.system.output import add_output, is_json_alone, say, show
 from hpcllm.system.text import printable_path
@@ -169,8 +168,6 @@ def _add_compress_options(parser: argparse.ArgumentParser) -> None:
 
 
 def compress(arguments: argparse.Namespace) -> int:
-    if not 1 <= arguments.level <= 19:
-        raise ConfigError(f"--level {arguments.level} is out of range; valid: 1 to 19")
     return _repack(arguments, arguments.level)
 
 

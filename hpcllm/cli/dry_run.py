@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcllm.cli.memory import PARTS
 from hpcllm.cli.options import read_run
 from hpcllm.collectives.tuning import load_tuning
 from hpcllm.config import machines
@@ -45,9 +46,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpcllm.data.store import TokenStore
-
-
-PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "checkpoint")
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ import codecs
 import json
 import os
 import re
-import stat
 import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from hpcllm.config.input_files import open_regular
 from hpcllm.data.decompress import DamagedError, chunks
 from hpcllm.data.inputs import ROWS, Unit
 from hpcllm.data.rows import UnreadableError, csv_rows, json_elements, parquet_rows
@@ -85,11 +85,10 @@ def read_documents(unit: Unit, field: str, largest_bytes: int = LARGEST_DOCUMENT
 
 def _open(path: str) -> int:
     """Open a regular file; what was one when the folders were listed may since be a pipe. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise OSError("no longer a regular file")
+    try:
+        return open_regular(path)
+    except ValueError as error:
+        raise OSError("no longer a regular file") from error
 
 
 def normalise(text: str) -> str:

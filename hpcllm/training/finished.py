@@ -12,10 +12,10 @@ nor mpi4py.
 from __future__ import annotations
 
 import json
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcllm.config.input_files import read_bytes
 from hpcllm.errors import HpcllmError
 from hpcllm.system.output import write_whole
 
@@ -76,10 +76,7 @@ def remove_finished(folder: Path) -> None:
 
 def _recorded_step(path: Path) -> int | None:
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_BYTES:
-            return None
-        step = json.loads(path.read_bytes())["step"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        step = json.loads(read_bytes(path, MOST_BYTES))["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None

@@ -72,11 +72,8 @@ def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: b
                 raise not_finite(run, agreed, local, step + 1, position, saving.newest)
             accounting.end_update(agreed.spent)
             step, position, loss = step + 1, position + config.data.global_batch, agreed.loss
-            step_s, requests, job_waits.patience = (
-                time.perf_counter() - began_s,
-                agreed.requests,
-                1.0,
-            )  # compiled by now
+            step_s, requests = time.perf_counter() - began_s, agreed.requests
+            job_waits.patience = 1.0  # kernels are compiled by now
             pace.add(step_s, agreed.traffic)
             listener.agreed(requests, step, step_s)
 
@@ -88,9 +85,8 @@ def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: b
                 _log_step(run, log, pace, accounting, step, agreed, rate)
             validation = None
             if not requests.stop and (is_last or _is_due(step, config.log.validation_every_steps)):
-                run.optimizer.settle()
-                with traffic.paused(), listener.timing_validation():
-                    validation = checked = _validate(run, log, accounting, step)
+                with listener.timing_validation():
+                    validation = checked = _validate(run, log, accounting, traffic, step)
             if is_last or requests.save or _is_due(step, config.checkpoint.every_steps):
                 saving.save(step, position, validation.loss if validation else None, goes_on=not is_last)
                 accounting.timer.end("checkpoint")
@@ -100,7 +96,7 @@ def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: b
         is_finished = step >= config.run.steps
         if is_finished and (requests.stop or not pace.all_steps):  # a run that is to stop saves first
             # without a step in this start the log has the result already
-            checked = _validate(run, log if pace.all_steps else None, accounting, step)
+            checked = _validate(run, log if pace.all_steps else None, accounting, traffic, step)
         on_root(world, lambda: lock.record(step, config.run.steps, saving.newest))
         stopped_by = "" if is_finished else requests.why
         return Summary(
@@ -173,9 +169,13 @@ def _log_step(
     accounting.timer.end("between")
 
 
-def _validate(run: RunContext, log: Log | None, accounting: Accounting, step: int) -> Validation | None:
-    """Measure the held-out loss and log it. Collective over the mesh."""
-    result = validate(run.config, run.mesh, run.store, run.engine, run.control)
+def _validate(
+    run: RunContext, log: Log | None, accounting: Accounting, traffic: TrafficCounter, step: int
+) -> Validation | None:
+    """Measure the held-out loss and log it; its messages are no step's. Collective over the mesh."""
+    run.optimizer.settle()
+    with traffic.paused():
+        result = validate(run.config, run.mesh, run.store, run.engine, run.control)
     accounting.timer.end("validation")
     if log and result:
         log.validation({"step": step, "validation_loss": result.loss, "bits_per_byte": result.bits_per_byte})

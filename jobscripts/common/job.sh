@@ -77,17 +77,22 @@ hpcllm_command() { # VERB ARGUMENTS...: sets `command`, what all ranks run
     esac
 }
 
-hpcllm_is_finished() { # RUN.toml ARGUMENTS of train: 0: the run's own record says so; 1: it does not; else nobody can tell
-    local run=$1 words=()
+hpcllm_run_file() { # RUN.toml ARGUMENTS of train: sets `run_file`, it and its --set, without what only train takes
+    run_file=("$1")
     shift
     while [ $# -gt 0 ]; do
         case $1 in
-            --set=*) words+=("$1") ;;
-            --set) if [ $# -gt 1 ]; then words+=(--set "$2") && shift; fi ;;
+            --set=*) run_file+=("$1") ;;
+            --set) if [ $# -gt 1 ]; then run_file+=(--set "$2") && shift; fi ;;
         esac
         shift
     done
-    hpcllm_here "$HPCLLM_VENV/bin/python" -m hpcllm train "$run" ${words[@]+"${words[@]}"} --is-finished >&2
+}
+
+hpcllm_is_finished() { # RUN.toml ARGUMENTS of train: 0: the run's own record says so; 1: it does not; else nobody can tell
+    local run_file
+    hpcllm_run_file "$@"
+    hpcllm_here "$HPCLLM_VENV/bin/python" -m hpcllm train "${run_file[@]}" --is-finished >&2
 }
 
 hpcllm_here() { "$@"; } # COMMAND...: on the node of this script; env.sh may say otherwise, as where Python is in an image
@@ -112,16 +117,10 @@ hpcllm_end_of_training() { # CODE RUN.toml ARGUMENTS of train: the exit code to 
 }
 
 hpcllm_preflight() { # RUN.toml ARGUMENTS of train: a bad allocation is told in the first minute
-    local command=("$HPCLLM_VENV/bin/python" -m hpcllm preflight "$1") code=0
-    shift
+    local run_file command code=0
+    hpcllm_run_file "$@"
+    command=("$HPCLLM_VENV/bin/python" -m hpcllm preflight "${run_file[@]}")
     if [ "${PREFLIGHT:-}" = quick ]; then command+=(--quick); fi
-    while [ $# -gt 0 ]; do # train has arguments that preflight has not
-        case $1 in
-            --set=*) command+=("$1") ;;
-            --set) if [ $# -gt 1 ]; then command+=(--set "$2") && shift; fi ;;
-        esac
-        shift
-    done
     hpcllm_on_ranks "${command[@]}" || code=$?
     if [ "$code" = 0 ] || [ -n "${DRY_RUN:-}" ]; then return; fi
     if [ "${PREFLIGHT:-}" = warn ]; then

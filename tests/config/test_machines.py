@@ -7,7 +7,7 @@ import re
 import pytest
 
 from hpcllm.config import machines
-from hpcllm.config.machine_ranges import RANGES, WHOLE
+from hpcllm.config.machines import RANGES, WHOLE
 from hpcllm.errors import ConfigError
 from hpcllm.plan.time.roofline import FAMILIES
 
