@@ -24,6 +24,11 @@ GRACE_S = 10.0
 meeting = MPI.COMM_WORLD.Dup()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker of this number of ranks known, though no test that was selected may carry it."""
+    config.addinivalue_line("markers", f"parallel[{meeting.size}]: runs on {meeting.size} ranks")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
