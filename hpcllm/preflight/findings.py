@@ -66,6 +66,7 @@ def cores_each(allocation: Allocation, cores: int) -> str:
     ways = {
         "slurm": f"srun --cpus-per-task={cores} --cpu-bind=cores (srun takes no -c from sbatch; or export "
         f"SRUN_CPUS_PER_TASK={cores})",
+        "flux": f"flux run --cores-per-task={cores} --setopt=cpu-affinity=per-task",
         "openmpi": f"mpirun --map-by slot:PE={cores} --bind-to core",
         "mpich": f"mpiexec -bind-to core:{cores}",
         "": f"{cores} cores for this process: taskset, numactl or a container's --cpuset-cpus holds it to fewer",
@@ -77,11 +78,12 @@ def ranks_a_node(allocation: Allocation, ranks: int) -> str:
     """Option that starts at most so many ranks on a node."""
     ways = {
         "slurm": f"srun --ntasks-per-node={ranks}",
+        "flux": f"flux run --nodes={len(allocation.nodes)} --ntasks={ranks * len(allocation.nodes)}",
         "openmpi": f"mpirun --map-by ppr:{ranks}:node",
         "mpich": f"mpiexec -ppn {ranks}",
     }
     few = f"start {counted(ranks, 'rank')} a node"
-    if len(allocation.nodes) == 1 and allocation.launcher in ways and allocation.launcher != "slurm":
+    if len(allocation.nodes) == 1 and allocation.launcher in ("openmpi", "mpich"):
         command, option = ways[allocation.launcher].split(" ", 1)
         return f"{few}: {command} -n {ranks}, or on more nodes {option}"  # with one alone these put all ranks on it
     return f"{few}: {ways.get(allocation.launcher, f'mpirun -n {ranks}')}"
@@ -93,12 +95,16 @@ def all_ranks_one_job(allocation: Allocation) -> str:
             "take the MPI plugin that this library knows, of those that `srun --mpi=list` names: --mpi=pmi2 or "
             "--mpi=cray_shasta for MPICH, --mpi=pmix for Open MPI; or build mpi4py against the system's MPI"
         )
+    if allocation.launcher == "flux":
+        return "build mpi4py against the system's MPI, which meets by Flux's PMI; or flux run --setopt=pmi=LIST for another"
     return "start with the mpirun or mpiexec that came with this MPI library: an environment should have one MPI only"
 
 
 def one_device_each(allocation: Allocation) -> str:
     if allocation.launcher == "slurm":
         return "srun --gpus-per-task=1 --gpu-bind=closest, or leave all devices visible to all ranks of a node"
+    if allocation.launcher == "flux":
+        return "flux run --gpus-per-task=1 --setopt=gpu-affinity=per-task"
     return "leave all devices visible to all ranks of a node: unset CUDA_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES"
 
 
@@ -106,6 +112,8 @@ def core_masks(allocation: Allocation, shares: Sequence[Sequence[int]]) -> str:
     """Option that gives the ranks of a node, in their order, these hardware threads."""
     if allocation.launcher == "slurm":
         return f"srun --cpu-bind=mask_cpu:{','.join(map(mask_text, shares))}"
+    if allocation.launcher == "flux":
+        return f"flux run --setopt='cpu-affinity=map:{';'.join(map(mask_text, shares))}'"
     if allocation.launcher == "openmpi":
         return (
             f"mpirun --map-by numa:PE={min(map(len, shares))} --bind-to core, and ranks in the order of their devices"
@@ -121,6 +129,8 @@ def without(allocation: Allocation, names: Sequence[str]) -> str:
     text = nodes_text(names)
     if allocation.launcher == "slurm":
         return f"exclude it: sbatch --exclude={text}"
+    if allocation.launcher == "flux":
+        return f"exclude it: flux batch --requires=-host:{text}"
     return f"leave out {text}" if len(allocation.nodes) > 1 else f"look for what else runs on {text}"
 
 

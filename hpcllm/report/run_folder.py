@@ -155,6 +155,7 @@ def _is_mesh(value: Any) -> bool:
 KINDS: dict[str, Callable[[Any], bool]] = {  # key of a record, or of a table in it -> may it be so?
     "mesh": _is_mesh,
     "slurm": lambda value: isinstance(value, dict),
+    "flux_job": lambda value: isinstance(value, str),
     "versions": lambda value: isinstance(value, dict),
     "memory_stages": lambda value: isinstance(value, list) and all(isinstance(stage, dict) for stage in value),
 }

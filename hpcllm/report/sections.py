@@ -305,6 +305,7 @@ def _starts(history: History) -> list[tuple[str, str]]:
         start = record["start"]
         slurm = start.get("slurm") or {}
         job = f", Slurm job {slurm['job_id']}" if slurm.get("job_id") else ""
+        job = f", Flux job {start['flux_job']}" if start.get("flux_job") else job
         where = f"{start.get('ranks', '?')} ranks on {start.get('hosts', '?')}{job}"
         found.append((f"start {k + 1}", f"from step {record['step']:,}, {start.get('time', '')}, {where}"))
     for record in history.ends[-1:]:

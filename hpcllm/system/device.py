@@ -32,7 +32,12 @@ if TYPE_CHECKING:
 # what leaves a process some of a node's devices: CUDA, ROCm (the runtime, then HIP), Intel's Level Zero
 VISIBILITY = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 # where launchers say a rank's number on its node; mpich: those of HPE's PALS
-LOCAL_RANK_VARIABLES = {"slurm": "SLURM_LOCALID", "openmpi": "OMPI_COMM_WORLD_LOCAL_RANK", "mpich": "PALS_LOCAL_RANKID"}
+LOCAL_RANK_VARIABLES = {
+    "slurm": "SLURM_LOCALID",
+    "flux": "FLUX_TASK_LOCAL_ID",
+    "openmpi": "OMPI_COMM_WORLD_LOCAL_RANK",
+    "mpich": "PALS_LOCAL_RANKID",
+}
 
 
 def torch_dtype(precision: str) -> torch.dtype:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from hpcllm.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning")
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PALS_RANKID", "SLURM_PROCID")
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PALS_RANKID", "SLURM_PROCID", "FLUX_TASK_RANK")
 
 
 def start() -> None:

@@ -44,8 +44,8 @@ GATHER_LIMIT_S = 2.0  # for ranks that make the same mistake to find each other
 ABORT_S = 5.0  # for an abort to end this process; with a link down Open MPI's never returns
 ABORT_FILE = "HPCLLM_ABORTED"  # variable: a file for the exit code, by which launch.sh ends an mpirun that stays
 FORWARD_S = 0.5  # for the launcher to pass our last words on: an abort can overtake them
-# where launchers say how many ranks they started: Open MPI and PRRTE, MPICH and Cray PALS, srun
-SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+# where launchers say how many ranks they started: Open MPI and PRRTE, MPICH and Cray PALS, srun, flux run
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "FLUX_JOB_SIZE")
 
 
 def launched_ranks() -> int:
@@ -54,11 +54,14 @@ def launched_ranks() -> int:
 
 
 def launcher() -> str:
-    """Return who started this process as one of several ranks: slurm, openmpi, mpich; "" for a process alone."""
+    """Return who started this process as one of several ranks: slurm, flux, openmpi, mpich; "" for a process alone."""
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         return "openmpi"
-    if "SLURM_STEP_NUM_TASKS" in os.environ and "HYDI_CONTROL_FD" not in os.environ:
-        return "slurm"
+    if "HYDI_CONTROL_FD" not in os.environ:  # of an mpirun inside a step
+        if "SLURM_STEP_NUM_TASKS" in os.environ:
+            return "slurm"
+        if "FLUX_TASK_RANK" in os.environ:
+            return "flux"
     return "mpich" if "PMI_SIZE" in os.environ else ""
 
 

@@ -66,6 +66,7 @@ def run_info(run: RunContext, nodes: int, devices: int) -> dict[str, Any]:
         "bubble": run.bubble,
         "machine": run.config.run.machine,
         "slurm": slurm,
+        "flux_job": os.environ.get("FLUX_ENCLOSING_ID", ""),
         "commit": _commit(),
         "versions": {name: " ".join(version.split()) for name, version in versions().items()},
     }

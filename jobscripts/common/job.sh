@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What every job script does. Sourced by jobscripts/*/{train,perf,preflight,run}.{sbatch,pbs}, which then say
+# What every job script does. Sourced by jobscripts/*/{train,perf,preflight,run}.{sbatch,pbs,flux}, which then say
 #
 #     hpcllm_job MACHINE VERB [ARGUMENTS...]        VERB: train, perf, preflight or run
 #
@@ -14,7 +14,7 @@
 #
 # env.sh gives: HPCLLM_VENV, the environment; hpcllm_modules and hpcllm_variables, functions; hpcllm_start, options of srun or
 # mpiexec; hpcllm_each, a command before each rank's own; hpcllm_near, a folder on each node's own disk. The last three may be
-# empty. It sources slurm.sh or pbs.sh, which do what depends on the batch system.
+# empty. It sources slurm.sh, pbs.sh or flux.sh, which do what depends on the batch system.
 
 # shellcheck source=../local/setup.sh
 . "$(dirname "${BASH_SOURCE[0]}")/../local/setup.sh"

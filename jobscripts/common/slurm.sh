@@ -2,7 +2,10 @@
 # shellcheck disable=SC2034,SC2154 # job.sh reads what is set here, and sets what is read
 # Slurm, as job.sh needs it. Sourced by the env.sh of machines that have it.
 
-hpcllm_suffix=sbatch hpcllm_copied=""
+# shellcheck source=near.sh
+. "$HPCLLM_ROOT/jobscripts/common/near.sh"
+
+hpcllm_suffix=sbatch
 
 hpcllm_submit() { echo "sbatch $*"; } # SCRIPT ARGUMENTS
 
@@ -37,26 +40,7 @@ hpcllm_on_nodes() { # COMMAND...: once on each node
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --mpi=none "$@"
 }
 
-# A Python that starts opens some thousand small files. On thousands of nodes that is what a parallel file system is worst
-# at, so one archive goes to each node over Slurm's own tree, and Python starts from the node's own disk. OLCF, "Sbcast Conda
-# Environments", measures 2 s against 51 s from Lustre and 236 s from NFS, on 8 nodes.
-
-hpcllm_spread() { # the archive that `install.sh pack` made, if there is one and nodes have a place for it
-    local archive=$HPCLLM_VENV.tar folder=$hpcllm_near/hpcllm-${SLURM_JOB_ID:-JOB}
-    if [ -z "$hpcllm_near" ] || [ ! -e "$archive" ]; then return 0; fi
-    if [ -n "${DRY_RUN:-}" ]; then
-        hpcllm_print sbcast --force "$archive" "$folder.tar"
-    else
-        hpcllm_say "copying $archive to the disk of each node"
-        # it may leave half a file behind, from which Python would start in strange ways
-        sbcast --force "$archive" "$folder.tar" || hpcllm_die 1 "sbcast could not copy $archive to $folder.tar"
-    fi
-    # shellcheck disable=SC2016 # expanded on each node
-    hpcllm_on_nodes bash -c 'rm -rf "$0" && mkdir "$0" && tar -xf "$0.tar" -C "$0" && rm "$0.tar" || exit
-        cd "$0/environment/bin" && if [ -e conda-unpack ]; then ./python conda-unpack; fi' "$folder"
-    hpcllm_copied=$folder HPCLLM_VENV=$folder/environment hpcllm_source=$folder/source
-}
-
-hpcllm_gather() { # takes away what hpcllm_spread has put there
-    if [ -n "$hpcllm_copied" ]; then hpcllm_on_nodes rm -rf "$hpcllm_copied"; fi
+hpcllm_copy() { # FILE FOLDER: into that folder of each node, over Slurm's own tree
+    if [ -n "${DRY_RUN:-}" ]; then hpcllm_print sbcast --force "$1" "$2/${1##*/}" && return; fi
+    sbcast --force "$1" "$2/${1##*/}"
 }

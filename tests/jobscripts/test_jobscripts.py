@@ -29,9 +29,11 @@ MACHINE_OF = {  # of each folder, the file in hpcllm/config/machines
     "leonardo": "leonardo",
     "alps": "alps",
     "aurora": "aurora",
+    "el-capitan": "el-capitan",
 }
+SUFFIXES = {"aurora": "pbs", "el-capitan": "flux"}  # of the batch system, where it is not Slurm
 VERBS = ("train", "perf", "preflight", "run")
-SCRIPTS = sorted(FOLDERS.glob("*/*.sbatch")) + sorted(FOLDERS.glob("*/*.pbs"))
+SCRIPTS = sorted(path for suffix in ("sbatch", "pbs", "flux") for path in FOLDERS.glob(f"*/*.{suffix}"))
 RUN = "jobscripts/local/tiny.toml"
 WORDS = {"train": [RUN], "perf": [], "preflight": [RUN], "run": ["prepare", "--output", "store.h5"]}
 
@@ -57,20 +59,19 @@ def dry_run(script: Path, *arguments: str, **environment: str) -> list[str]:
 
 
 def script_of(folder: str, verb: str) -> Path:
-    return FOLDERS / folder / f"{verb}.{'pbs' if folder == 'aurora' else 'sbatch'}"
+    return FOLDERS / folder / f"{verb}.{SUFFIXES.get(folder, 'sbatch')}"
 
 
 def options(script: Path) -> dict[str, str]:
     """What the head of a script asks for."""
-    words = " ".join(re.findall(r"^#(?:SBATCH|PBS) (.*)", script.read_text(), re.MULTILINE)).split()
+    words = " ".join(re.findall(r"^#(?:SBATCH|PBS|flux:) (.*)", script.read_text(), re.MULTILINE)).split()
     return dict(word.partition("=")[::2] for word in words)
 
 
 def started(lines: list[str]) -> list[list[str]]:
     """The commands by which ranks are started, as words."""
-    return [
-        shlex.split(line) for line in lines if line.startswith(("srun ", "mpiexec ")) and "ntasks-per-node" not in line
-    ]
+    launchers = ("srun ", "mpiexec ", "flux run ")
+    return [shlex.split(line) for line in lines if line.startswith(launchers) and "ntasks-per-node" not in line]
 
 
 def test_every_machine_has_every_script():
@@ -132,7 +133,7 @@ def test_no_script_has_a_path_or_an_account_of_somebody():
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.relative_to(FOLDERS).as_posix())
 def test_a_dry_run_ends_with_the_command_of_all_ranks(script):
     lines = dry_run(script, *WORDS[script.stem])
-    assert lines[0].startswith(("sbatch --nodes=2 ", "qsub -l select=2 "))
+    assert lines[0].startswith(("sbatch --nodes=2 ", "qsub -l select=2 ", "flux batch --nodes=2 "))
     commands = started(lines)
     ends = {
         "train": [["hpcllm", "preflight", RUN], ["hpcllm", "train", RUN]],
@@ -154,6 +155,8 @@ def test_each_device_of_a_node_gets_one_rank(folder):
         (command, *_) = started(dry_run(script_of(folder, verb), *WORDS[verb]))
         if folder == "aurora":
             assert command[command.index("--ppn") + 1] == str(per_node)
+        elif folder == "el-capitan":
+            assert {"--nodes=2", f"--ntasks={2 * per_node}", "--gpus-per-task=1"} <= set(command)
         else:
             assert asked["--ntasks-per-node"] == asked["--gpus-per-node"] == str(per_node)
             assert f"--cpus-per-task={asked['--cpus-per-task']}" in command
@@ -204,7 +207,7 @@ def test_threads_fill_the_cores_of_a_rank(folder):
     assert options(script_of(folder, "train"))["--cpus-per-task"] == "7"
 
 
-@pytest.mark.parametrize("folder", [folder for folder in ("slurm", *MACHINE_OF) if folder != "aurora"])
+@pytest.mark.parametrize("folder", [folder for folder in ("slurm", *MACHINE_OF) if folder not in SUFFIXES])
 def test_a_training_job_may_come_again_and_is_told_of_its_end(folder):
     asked = options(script_of(folder, "train"))
     assert "--requeue" in asked
@@ -214,6 +217,30 @@ def test_a_training_job_may_come_again_and_is_told_of_its_end(folder):
     settings = [word for word in command if word.startswith("run.requeue=")]
     assert settings == ["run.requeue=true", "run.requeue=false"]  # the caller's is last, and wins
     assert "--kill-on-bad-exit=0" in command
+
+
+def test_a_run_under_flux_is_told_how_long_it_may_go_on(tmp_path):
+    """By what `flux job timeleft` says, 600 s here; without a limit a large number."""
+    flux = tmp_path / "flux"
+    flux.write_text("#!/bin/sh\necho 600\n")
+    flux.chmod(0o755)
+    words = (script_of("el-capitan", "train"), RUN, "--set", "limits.wall_s=9")
+    command = started(dry_run(*words, PATH=f"{tmp_path}:{os.environ['PATH']}"))[-1]
+    assert [word for word in command if word.startswith("limits.wall_s=")] == ["limits.wall_s=570", "limits.wall_s=9"]
+    assert "limits.wall_s=570" not in started(dry_run(*words))[-1]  # without Flux
+
+
+def test_a_packed_environment_goes_to_each_node_by_the_batch_system(tmp_path):
+    archive = tmp_path / "my env.tar"
+    archive.touch()
+    copies = {
+        "frontier": ["sbcast", "--force", str(archive)],
+        "el-capitan": ["flux", "archive", "create", "--overwrite", "--mmap", f"--directory={tmp_path}", "my env.tar"],
+    }
+    for folder, copy in copies.items():
+        lines = dry_run(script_of(folder, "run"), *WORDS["run"], HPCLLM_ENV=str(tmp_path / "my env"))
+        assert any(shlex.split(line)[: len(copy)] == copy for line in lines if "my env.tar" in line), lines
+        assert started(lines)[-1][-6].endswith("hpcllm-JOB/environment/bin/python")
 
 
 def test_arguments_with_spaces_stay_whole(tmp_path):

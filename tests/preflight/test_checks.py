@@ -162,6 +162,8 @@ def test_a_pytorch_for_other_devices():
 def test_ranks_that_mpi_did_not_bring_together():
     allocation = dataclasses.replace(laptop(1), launcher="slurm", launched=16)
     assert "--mpi=pmi2" in the_one(allocation, "16 ranks were started, but each is alone", "breaks").fix
+    allocation = dataclasses.replace(allocation, launcher="flux")
+    assert "flux run --setopt=pmi=" in the_one(allocation, "16 ranks were started, but each is alone", "breaks").fix
 
 
 def test_cray_mpich_and_its_gpu_layer():
