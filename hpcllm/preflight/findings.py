@@ -96,7 +96,7 @@ def all_ranks_one_job(allocation: Allocation) -> str:
             "--mpi=cray_shasta for MPICH, --mpi=pmix for Open MPI; or build mpi4py against the system's MPI"
         )
     if allocation.launcher == "flux":
-        return "build mpi4py against the system's MPI, which meets by Flux's PMI; or flux run --setopt=pmi=LIST for another"
+        return "build mpi4py against the system's MPI, which Flux's PMI brings together; or flux run --setopt=pmi=LIST"
     return "start with the mpirun or mpiexec that came with this MPI library: an environment should have one MPI only"
 
 

@@ -16,7 +16,7 @@ from hpcllm.checkpoint.state import versions
 from hpcllm.data.store import epochs, epochs_note
 from hpcllm.model.shapes import parameter_count
 from hpcllm.system.device import device_facts
-from hpcllm.system.hardware.node import find_hardware
+from hpcllm.system.hardware.node import find_hardware, multiplies
 from hpcllm.system.slurm import nodes_text
 
 if TYPE_CHECKING:
@@ -43,6 +43,11 @@ def start_lines(run: RunContext) -> list[str]:
         lines.append(f"messages lie in {'device' if reach.direct else 'pinned host'} memory: {reach.why}")
     if config.optimizer.warmup_steps >= config.run.steps:
         lines.append(f"note: the learning rate warms up for {config.optimizer.warmup_steps} steps, longer than the run")
+    if run.device.type == "cpu" and not multiplies(compute := config.precision.compute):
+        lines.append(
+            f"warning: precision.compute = {compute!r}, but this CPU has no instructions for it: products of matrices "
+            "take 8 to 40 times as long as with 'fp32'"
+        )
     if repeated := epochs_note(epochs(config, run.store)):
         lines.append(f"warning: {repeated}")
     return lines

@@ -24,6 +24,11 @@ from hpcllm.system.hardware.topology import Topology, find_topology
 GIB = 1 << 30
 FEW_GIB = 8
 _UNLIMITED_BYTES = 1 << 60  # version 1 says "no limit" as a number near 2^63
+# dtype -> words of /proc/cpuinfo, any of which says that the cores multiply it: x86-64, then Arm (hwcaps of Linux)
+_MULTIPLIES = {
+    "bf16": {"avx512_bf16", "amx_bf16", "bf16", "svebf16"},
+    "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"},
+}
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,13 @@ def allowed_cores() -> tuple[int, ...]:
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
+
+
+def multiplies(dtype: str, root: Root = MACHINE) -> bool:
+    """Say whether the cores have instructions that multiply fp32, bf16 or fp16; True where the system does not tell."""
+    lines = (line.partition(":") for line in root.text("proc/cpuinfo").splitlines())
+    words = next((value.split() for name, _, value in lines if name.strip() in ("flags", "Features")), None)
+    return words is None or dtype not in _MULTIPLIES or not _MULTIPLIES[dtype].isdisjoint(words)
 
 
 def busy_s(cores: Collection[int], root: Root = MACHINE) -> float:

@@ -17,6 +17,7 @@ from hpcllm.system.hardware.node import (
     find_hardware,
     find_memory,
     memory_limit,
+    multiplies,
     node_name,
 )
 from hpcllm.system.hardware.pci_devices import find_gpus, find_nics, numa_of_pci
@@ -167,6 +168,21 @@ def test_this_machine_is_seen_as_python_sees_it():
     assert busy_s(topology.numbers) > 0
     assert node_name()
     assert "." not in node_name()
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "words"),
+    [
+        ("flags\t\t: fpu avx2 f16c", {"fp32"}),  # F16C converts, and multiplies nothing
+        ("flags\t\t: fpu avx512f avx512_bf16", {"fp32", "bf16"}),
+        ("flags\t\t: amx_bf16 avx512_fp16 amx_tile", {"fp32", "bf16", "fp16"}),
+        ("Features\t: fp asimd fphp asimdhp bf16", {"fp32", "bf16", "fp16"}),  # of Arm
+        ("processor\t: 0", {"fp32", "bf16", "fp16"}),  # nobody knows: no warning
+    ],
+)
+def test_what_the_cores_multiply_is_known_by_the_words_of_the_kernel(tmp_path, cpuinfo, words):
+    root = write(tmp_path, {"proc/cpuinfo": f"model name\t: some CPU\n{cpuinfo}"})
+    assert {dtype for dtype in ("fp32", "bf16", "fp16") if multiplies(dtype, root)} == words
 
 
 def test_only_the_cores_that_are_asked_for_count_as_busy(tmp_path):
