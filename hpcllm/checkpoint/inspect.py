@@ -8,7 +8,7 @@ step 1000, written 2026-05-01T12:00:00+00:00, by 4 ranks, mesh dp=2 pp=1 tp=2, w
 |-- data
 |   `-- @position = 32000
 `-- model
-    `-- embedding.weight float32 (8192, 128)   4.2 MB   norm 20.51
+    `-- embedding.weight float32 (8192, 128)  4.2 MB  norm 20.51
 
 Needs neither MPI nor torch.
 """
@@ -31,7 +31,7 @@ from hpcllm.checkpoint.layout import Block, as_float64, block_bytes, blocks_of, 
 from hpcllm.checkpoint.reader import Checkpoint, map_ahead
 from hpcllm.errors import CheckpointError
 from hpcllm.mpi.collective_errors import rank_and_size
-from hpcllm.system.text import printable, size_text
+from hpcllm.system.text import fitted, printable, size_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -161,9 +161,9 @@ def describe(checkpoint: Checkpoint, advance: Callable[[int], None] = lambda _: 
     }
 
 
-def tree_lines(found: Mapping[str, Any]) -> list[str]:
-    """Draw the result of `describe` as a tree."""
-    return [*_head(found), *_branches(_nested(found), "")]
+def tree_lines(found: Mapping[str, Any], columns: int = 0) -> list[str]:
+    """Draw the result of `describe` as a tree. columns: of a tensor's line, at the cost of its bytes; 0: any number."""
+    return [*_head(found), *_branches(_nested(found), "", columns)]
 
 
 def _squares(checkpoint: Checkpoint, block: Block, values: np.ndarray) -> float:
@@ -218,8 +218,9 @@ def _written(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _nested(found: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree of dicts by path; its leaves are lists of lines. The name of an attribute has an '@' in front."""
-    leaves = {name: [_dataset_text(item)] for name, item in found["datasets"].items()}
+    """A tree of dicts by path; leaves are parts of a tensor's line, or an attribute's lines, '@' before its name."""
+    leaves: dict[str, tuple[str, ...] | list[str]] = {}
+    leaves |= {name: _dataset_parts(item) for name, item in found["datasets"].items()}
     for key, value in found["attributes"].items():
         group, _, name = key.rpartition("/")
         is_text = isinstance(value, str) and "\n" in value
@@ -240,29 +241,36 @@ def _by_number(path: str) -> str:
     return re.sub(r"\d+", lambda digits: digits[0].zfill(20), path)
 
 
-def _dataset_text(item: Mapping[str, Any]) -> str:
+LESS_NEEDED = (4, 2, 1)  # of the parts of a tensor's line: type and shape tell its bytes
+
+
+def _dataset_parts(item: Mapping[str, Any]) -> tuple[str, ...]:
     shape = f"({', '.join(map(str, item['shape']))})"
-    stored = f" stored in {size_text(item['stored_bytes'])}" if item["stored_bytes"] != item["bytes"] else ""
-    blocks = f"   {item['blocks']} blocks" if item["blocks"] > 1 and not item["damaged"] else ""
-    return f"{item['dtype']} {shape}   {size_text(item['bytes'])}{stored}{_norm_text(item)}{blocks}"
+    stored = f"stored in {size_text(item['stored_bytes'])}" if item["stored_bytes"] != item["bytes"] else ""
+    blocks = f"{item['blocks']} blocks" if item["blocks"] > 1 and not item["damaged"] else ""
+    return f"{item['dtype']} {shape}", size_text(item["bytes"]), stored, _norm_text(item), blocks
 
 
 def _norm_text(item: Mapping[str, Any]) -> str:
     if item["damaged"]:
-        return f"   {item['damaged']} of {item['blocks']} blocks DAMAGED"
+        return f"{item['damaged']} of {item['blocks']} blocks DAMAGED"
     if "float" not in item["dtype"]:
         return ""
-    return f"   norm {item['norm']:.6g}" if item["norm"] is not None else "   NOT FINITE"
+    return f"norm {item['norm']:.4g}" if item["norm"] is not None else "NOT FINITE"
 
 
-def _branches(tree: Mapping[str, Any], indent: str) -> list[str]:
+def _branches(tree: Mapping[str, Any], indent: str, columns: int) -> list[str]:
     lines = []
-    width = max((len(name) for name, item in tree.items() if isinstance(item, list)), default=0)
+    width = max((len(name) for name, item in tree.items() if not isinstance(item, dict)), default=0)
     for number, (name, item) in enumerate(tree.items(), start=1):
         fork, stem = ("`-- ", "    ") if number == len(tree) else ("|-- ", "|   ")
         if isinstance(item, dict):
-            lines += [f"{indent}{fork}{name}", *_branches(item, indent + stem)]
+            lines += [f"{indent}{fork}{name}", *_branches(item, indent + stem, columns)]
+            continue
+        start = f"{indent}{fork}{name:<{width}} "
+        if isinstance(item, tuple):
+            lines.append(start + fitted(item, LESS_NEEDED, columns and max(columns - len(start), 1)))
         else:
-            lines.append(f"{indent}{fork}{name:<{width}} {item[0]}")
+            lines.append(start + item[0])
             lines += [f"{indent}{stem}    {line}".rstrip() for line in item[1:]]
     return lines

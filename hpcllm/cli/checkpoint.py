@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from hpcllm.cli.options import add_stall_limit, file_or_folder, real, whole
 from hpcllm.config.rules import Range
 from hpcllm.system.job import run_with_or_without_mpi
-from hpcllm.system.output import add_output, is_json_alone, say, show
+from hpcllm.system.output import COLUMNS, add_output, is_json_alone, say, show
 from hpcllm.system.text import printable_path
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         with Checkpoint.open(_resolved(locate(arguments.checkpoint), arguments.checkpoint)) as checkpoint:
             with _progress("reading", sum(item.spec.bytes for item in checkpoint.datasets.values()), None) as bar:
                 found = describe(checkpoint, bar)
-            show(arguments, found, tree_lines(found))
+            show(arguments, found, tree_lines(found, 0 if arguments.wide else COLUMNS))
         return 1 if found["damage"] else 0
 
     return _by_one_process(describe_it)

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 from hpcllm.cli.options import add_run_file
 from hpcllm.errors import ConfigError
-from hpcllm.system.output import add_output, show
+from hpcllm.system.output import COLUMNS, add_output, show
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+
+WIDE_COLUMNS = 110  # paragraphs of --wide: longer lines are hard to read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +47,7 @@ def examine_and_print(arguments: argparse.Namespace, world: MPI.Intracomm) -> in
     def print_page() -> bool:
         if not page:
             return True
-        show(arguments, page.as_dict(), page.lines())
+        show(arguments, page.as_dict(), page.lines(WIDE_COLUMNS if arguments.wide else COLUMNS))
         return page.is_fit
 
     return 0 if on_root(world, print_page) else 1

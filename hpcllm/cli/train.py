@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         start(world, checked.run.device, checked.limits.stall_s)
         with contextlib.redirect_stdout(sys.stderr if is_json_alone(arguments) else sys.stdout):
-            summary = run(checked, world, signals, arguments.restart)
+            summary = run(checked, world, signals, arguments.restart, arguments.wide)
         if world.rank == 0:
             # not folded: its commands are to be copied
             show(arguments, summary.as_dict(), ["", summary.text()], wide=True)

@@ -37,7 +37,8 @@ from hpcllm.plan.time.kernel_times import PRECISIONS
 from hpcllm.system import device as devices
 from hpcllm.system.device import torch_dtype
 from hpcllm.system.hardware.node import find_memory
-from hpcllm.system.output import STANDARD_OUTPUT, write_whole
+from hpcllm.system.output import STANDARD_OUTPUT, say, write_whole
+from hpcllm.system.text import counted
 
 SUM_VALUES = (1 << 8, 1 << 14, 1 << 18, 1 << 22)  # of arrays in shared memory: a norm's up to a bucket's
 SETS = 4  # of the largest: more than caches hold
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
     results = calibrate(group, device, precisions, CPU if device.type == "cpu" else DEVICE)
     on_root(comm, lambda: write_whole(arguments.json, json.dumps(results) + "\n"))
     if comm.rank == 0:
-        print(f"wrote {arguments.json}: {_summary(results)}")
+        say([f"wrote {arguments.json}: {_summary(results)}"], arguments.wide)
     return 0
 
 
@@ -125,4 +126,5 @@ def _summary(results: dict[str, Any]) -> str:
     facts = results["measured"]
     best = {name: max(kernels["products"]["forward"]) for name, kernels in results["kernels"].items()}
     rates = ", ".join(f"{name} {rate:.3g} TFLOP/s" for name, rate in best.items())
-    return f"{facts['ranks']} ranks on {facts['nodes']} nodes, {facts['device']}, large products {rates}"
+    where = f"{counted(facts['ranks'], 'rank')} on {counted(facts['nodes'], 'node')}"
+    return f"{where}, {facts['device']}, large products {rates}"

@@ -168,7 +168,9 @@ TRANSFER = [
     ("chosen", -1, lambda record: record.chosen),
 ]
 CODEC = [
-    *_NAMES,
+    _NAMES[0],
+    ("algorithm", -9, lambda record: record.algorithm),  # encode, decode or memcpy
+    _NAMES[2],
     ("threads", 7, lambda record: str(record.threads)),
     *_TIMES,
     ("values GB/s", 11, lambda record: rate_text(record.algbw_gb_s)),
@@ -179,7 +181,7 @@ CODEC = [
 
 
 NARROW = {"bytes", "algorithm", "codec", "median"}  # columns of every table of 80 columns
-OF_TRANSFER, OF_CODEC = {"spread", "busbw GB/s", "of bound"}, {"moved GB/s", "of memcpy", "ratio"}
+OF_TRANSFER, OF_CODEC = {"spread", "busbw GB/s", "of bound"}, {"threads", "moved GB/s", "of memcpy", "ratio"}
 
 
 def columns_of(record: Record, wide: bool = True) -> list[Column]:

@@ -28,7 +28,7 @@ from hpcllm.perf.arrays import Arrays
 from hpcllm.perf.session import library_name
 from hpcllm.perf.timing import in_turns
 from hpcllm.system.output import check_writable, is_json_alone, say, write_json, write_whole
-from hpcllm.system.text import aligned
+from hpcllm.system.text import aligned, counted
 
 CLOSE = 1.1  # a choice within 10 % of the best is a good one
 TIME_S = 0.5  # for all iterations of one algorithm
@@ -138,8 +138,9 @@ def _facts(group: Group) -> dict[str, str | int]:
 def _summary(tuning: Tuning) -> str:
     rates, facts = tuning.rates, tuning.facts
     far = f", between nodes {rates.far.bandwidth_gb_s:.3g} GB/s a node" if int(facts["nodes"]) > 1 else ""
+    where = f"{counted(int(facts['ranks']), 'rank')} on {counted(int(facts['nodes']), 'node')}"
     return (
-        f"{facts['ranks']} ranks, {facts['nodes']} nodes, {facts['library']}; inside a node "
+        f"{where}, {facts['library']}; inside a node "
         f"{rates.near.bandwidth_gb_s:.3g} GB/s a rank, {1e6 * rates.near.latency_s:.1f} us{far}"
     )
 

@@ -29,10 +29,10 @@ from hpcllm.preflight.facts import Allocation, Kind, Library, RankFacts
 from hpcllm.preflight.findings import Finding
 from hpcllm.system.hardware.pci_devices import Nic
 from hpcllm.system.hardware.sysfs import list_text
+from hpcllm.system.output import COLUMNS
 from hpcllm.system.slurm import nodes_text
 from hpcllm.system.text import counted, printable, size_text, table
 
-WIDTH = 110
 BAD = ("breaks", "slow")
 WORDS = {"breaks": "BREAKS", "slow": "SLOW", "note": "note"}
 
@@ -60,16 +60,16 @@ class Page:
     def is_fit(self) -> bool:
         return not any(finding.severity in BAD for finding in self.findings)
 
-    def lines(self) -> Iterator[str]:
+    def lines(self, columns: int = COLUMNS) -> Iterator[str]:
         ranks, nodes = counted(self.allocation.size, "rank"), counted(len(self.allocation.nodes), "node")
         where = ", ".join(filter(None, [f"{ranks} on {nodes}", self.job]))
         blocks: list[Iterable[str]] = [
             [f"hpcllm preflight: {where} (took {self.took_s:.1f} s)"],
-            _rows(_software(self.allocation)),
+            _rows(_software(self.allocation), columns),
             draw(self.allocation),
-            _rows([(one.name, one.text) for one in self.measured]),
-            _rows([("run file", self.run)] if self.run else []),
-            *map(_finding, self.findings),
+            _rows([(one.name, one.text) for one in self.measured], columns),
+            _rows([("run file", self.run)] if self.run else [], columns),
+            *(_finding(finding, columns) for finding in self.findings),
             [self.verdict()],
         ]
         for number, block in enumerate(filter(None, map(list, blocks))):
@@ -127,18 +127,18 @@ def _software(allocation: Allocation) -> list[tuple[str, str]]:
     return rows
 
 
-def _rows(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+def _rows(rows: Sequence[tuple[str, str]], columns: int) -> Iterator[str]:
     width = max((len(name) for name, _ in rows), default=0)
     for name, text in rows:
         yield from textwrap.wrap(
-            printable(text), WIDTH, initial_indent=f"{name:<{width}}  ", subsequent_indent=" " * (width + 2),
+            printable(text), columns, initial_indent=f"{name:<{width}}  ", subsequent_indent=" " * (width + 2),
             break_on_hyphens=False, break_long_words=False,
         )  # fmt: skip
 
 
-def _finding(finding: Finding) -> Iterator[str]:
+def _finding(finding: Finding, columns: int) -> Iterator[str]:
     rows = [(WORDS[finding.severity], finding.what), ("where", finding.where), ("fix", finding.fix)]
-    yield from _rows([(name.rjust(6), text) for name, text in rows])
+    yield from _rows([(name.rjust(6), text) for name, text in rows], columns)
 
 
 def _plain(facts: dict[str, Any]) -> dict[str, Any]:

@@ -115,6 +115,18 @@ def narrowed(
     return [head[place] for place in kept], shorter
 
 
+def fitted(parts: Sequence[str], drop: Sequence[int], columns: int, gap: str = "  ") -> str:
+    """Join parts to a line; leave out those at the places of `drop`, in this order, until it fits in the columns.
+
+    Empty parts are left out. columns: 0 leaves out none.
+    """
+    left = dict(enumerate(parts))
+    for place in drop if columns else ():
+        if len(gap.join(filter(None, left.values()))) > columns:
+            del left[place]
+    return gap.join(filter(None, left.values()))
+
+
 def aligned(cells: Sequence[str], widths: Sequence[int], gap: str = "  ") -> str:
     """One line of a table whose rows are not all known yet. widths: negative where a column is aligned to the left."""
     padded = (

@@ -25,7 +25,8 @@ from hpcllm.errors import HpcllmError
 from hpcllm.model.shapes import flops_per_token
 from hpcllm.system.energy.account import taken_before
 from hpcllm.system.json_lines import record_of
-from hpcllm.system.text import counted, harmless, printable
+from hpcllm.system.output import COLUMNS, folded
+from hpcllm.system.text import counted, fitted, harmless, printable
 from hpcllm.training.trackers import PACKAGES, Tracker, open_tracker, tagged
 
 Record = dict[str, Any]
@@ -43,13 +44,14 @@ class Log:
     bar: Any
     trackers: dict[str, Tracker] = field(default_factory=dict)
     run_file: str = ""  # its text, for trackers
+    wide: bool = False  # lines as long as they are, else of 80 columns
     before: Record = field(default_factory=dict)  # hours, energy and cost at the end of the last start
 
     def step(self, record: Record) -> None:
         """Write one logged step everywhere. Raises HpcllmError where a file cannot be written."""
         self.write(record)
         if self.bar.disable:
-            print(step_line(record, self.bar.total), flush=True)
+            print(step_line(record, self.bar.total, 0 if self.wide else COLUMNS), flush=True)
         else:
             self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {record['tokens_per_s']:.0f} tokens/s", refresh=False)
             self.bar.update(record["step"] - self.bar.n)
@@ -83,7 +85,8 @@ class Log:
 
     def print(self, text: str) -> None:
         """Print a line for people, above the bar if there is one."""
-        self.bar.write(harmless(text), file=sys.stdout)
+        lines = [text] if self.wide else folded(text)
+        self.bar.write(harmless("\n".join(lines)), file=sys.stdout)
         sys.stdout.flush()
 
     def __enter__(self) -> Log:
@@ -167,13 +170,13 @@ class Pace:
         return record
 
 
-def open_log(folder: Path, first_step: int, steps: int, trackers: Sequence[str] = ()) -> Log:
+def open_log(folder: Path, first_step: int, steps: int, trackers: Sequence[str] = (), wide: bool = False) -> Log:
     """Open the log of a run in `folder` that goes on from `first_step`. trackers: names. Raises OSError."""
     path = folder / "log.jsonl"
     before = taken_before(path)  # including what was spent on steps that are cut off now
     damaged = _cut_back(path, first_step)
     bar = tqdm(total=steps, initial=first_step, unit="step", disable=None, dynamic_ncols=True)
-    log = Log(path.open("a", encoding="utf-8"), bar, before=before)
+    log = Log(path.open("a", encoding="utf-8"), bar, wide=wide, before=before)
     if damaged:
         log.print(f"{counted(damaged, 'line')} of {path} cannot be read and went to {path.name}.damaged")
     run_file = folder / "run.toml"
@@ -188,18 +191,27 @@ def open_log(folder: Path, first_step: int, steps: int, trackers: Sequence[str] 
     return log
 
 
-def step_line(record: Mapping[str, Any], steps: int) -> str:
-    """Format one logged step for people: 'step     20/300  loss 6.1234  ...'."""
-    mfu = f"  MFU {100 * record['mfu']:.1f} %" if "mfu" in record else ""
+LESS_NEEDED = (8, 5, 7, 6, 2, 3)  # of the parts of a step's line: memory first, the gradient's norm last
+
+
+def step_line(record: Mapping[str, Any], steps: int, columns: int = 0) -> str:
+    """Format one logged step for people: 'step     20/300  loss 6.1234  ...'. columns: to fit in; 0: any number."""
     host_gb = record.get("host_memory_gb")
     memory = f"{record['memory_gb']:.2f} GB" + (f" on the device, {host_gb:.2f} GB in the host" if host_gb else "")
     grad = "overflow" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
-    return (
-        f"step {record['step']:>6}/{steps}  loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  "
-        f"grad {grad}  {record['tokens_per_s']:,.0f} tokens/s  "
-        f"{record['tflops_per_device']:.3f} TFLOP/s a rank{mfu}  waiting {100 * record['communication_share']:.0f} %  "
-        f"{memory}  ETA {clock_text(record['eta_s'])}"
-    )
+    parts = [
+        f"step {record['step']:>6}/{steps}",
+        f"loss {record['loss']:.4f}",
+        f"lr {record['learning_rate']:.2e}",
+        f"grad {grad}",
+        f"{record['tokens_per_s']:,.0f} tokens/s",
+        f"{record['tflops_per_device']:.3f} TFLOP/s a rank",
+        f"MFU {100 * record['mfu']:.1f} %" if "mfu" in record else "",
+        f"waiting {100 * record['communication_share']:.0f} %",
+        memory,
+        f"ETA {clock_text(record['eta_s'])}",
+    ]
+    return fitted(parts, LESS_NEEDED, columns)
 
 
 def clock_text(seconds: float) -> str:

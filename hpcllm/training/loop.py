@@ -37,17 +37,19 @@ from hpcllm.training.step import Agreed, agree, compare_replicas, forward_backwa
 from hpcllm.training.summary import Summary
 
 
-def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: bool = False) -> Summary:
+def train(
+    config: Config, world: MPI.Intracomm, signals: StopSignals, restart: bool = False, wide: bool = False
+) -> Summary:
     """Train as the run file says, from the start or the newest checkpoint. Collective over world.
 
     signals: an open StopSignals; once one of them came on any rank, or there is another reason (requests.py), the run
-    ends after the step, its state saved.
+    ends after the step, its state saved. wide: lines for people are as long as they are, not of 80 columns.
     Raises UserError before any work, NonFiniteError, StallError, CheckpointError. Returns the same on every rank.
     """
     with open_run(config, world) as run, ExitStack() as stack:
         config, lock = run.config, stack.enter_context(lock_run(world, run.run_folder, restart))
         step, position, found = resume(run)
-        log = _open_log(run, step, stack)
+        log = _open_log(run, step, wide, stack)
         accounting = stack.enter_context(open_accounting(run, log, step))
         saving = stack.enter_context(open_saving(run, lock, log, found))
         listener = make_listener(run.run_folder, signals, config, log)
@@ -115,13 +117,13 @@ def train(config: Config, world: MPI.Intracomm, signals: StopSignals, restart: b
         )
 
 
-def _open_log(run: RunContext, step: int, stack: ExitStack) -> Log | None:
+def _open_log(run: RunContext, step: int, wide: bool, stack: ExitStack) -> Log | None:
     """Open rank 0's log, to be closed by the stack. Collective over the mesh, so no clock runs while it is opened."""
     log, error = None, None
     if run.mesh.world.rank == 0:
         try:
             config = run.config
-            log = stack.enter_context(open_log(run.run_folder, step, config.run.steps, config.log.trackers))
+            log = stack.enter_context(open_log(run.run_folder, step, config.run.steps, config.log.trackers, wide))
             for line in start_lines(run):
                 log.print(line)
             (run.run_folder / "ranks.txt").write_text("\n".join(run.watchdog.lines()) + "\n", encoding="utf-8")

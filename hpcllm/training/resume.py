@@ -24,7 +24,7 @@ from hpcllm.checkpoint.state import facts
 from hpcllm.config.schema import Config, to_tables
 from hpcllm.errors import HpcllmError
 from hpcllm.mpi.collective_errors import on_root
-from hpcllm.system.output import write_whole
+from hpcllm.system.output import say, write_whole
 from hpcllm.training.compatibility import check_same_run
 from hpcllm.training.finished import remove_finished
 
@@ -42,7 +42,7 @@ def resume(run: RunContext) -> tuple[int, int, Path | None]:
     found, passed_over = load_newest(folder / "checkpoints", world, lambda checkpoint: _load(run, checkpoint))
     step, position, path, lines = found or (0, 0, None, [])
     if world.rank == 0 and (passed_over or lines):
-        print("\n".join([*passed_over, *lines]), flush=True)
+        say([*passed_over, *lines])
     if found is None and run.config.run.start_from:
         _begin(run)
     on_root(world, lambda: _begin_folder(folder, run.config, step))
@@ -71,9 +71,9 @@ def _begin(run: RunContext) -> None:
     tokenizer = read_weights(path, run.shards, run.optimizer.pieces_to_read(), run.mesh.world)
     run.optimizer.loaded(0)
     if run.mesh.world.rank == 0:
-        print(f"begins with the weights of {path}", flush=True)
+        say([f"begins with the weights of {path}"])
         if tokenizer and not same_tokens(tokenizer, run.store.tokenizer_json):
-            print(f"note: the tokens of {run.config.data.store!r} are not those of the weights", flush=True)
+            say([f"note: the tokens of {run.config.data.store!r} are not those of the weights"])
 
 
 def _begin_folder(folder: Path, config: Config, step: int) -> None:

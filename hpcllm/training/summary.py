@@ -13,6 +13,9 @@ from typing import Any
 from hpcllm.config.schema import Config
 from hpcllm.evaluation.held_out import Validation
 from hpcllm.system.energy import account
+from hpcllm.system.output import COLUMNS
+
+NAME_COLUMNS = len("training loss  ")  # the widest name of a row, and the gap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +53,11 @@ class Summary:
             rows.append(("speed", f"{self.tokens_per_s:,.0f} tokens/s"))
         rows += account.rows(self.taken)
         folder = shlex.quote(str(Path(config.run.folder) / config.run.name))
-        rows.append(("report", f"{_python()} -m hpcllm report {folder}"))
+        rows.append(("report", _command("report", folder)))
         if self.checkpoint:
             path = shlex.quote(str(self.checkpoint))
             rows.append(("checkpoint", str(self.checkpoint)))
-            rows.append(("generate", f"{_python()} -m hpcllm generate {path} --prompt 'def main('"))
+            rows.append(("generate", _command("generate", path, "--prompt", "'def main('")))
         return rows
 
     def as_dict(self) -> dict[str, Any]:
@@ -88,6 +91,17 @@ class Summary:
             ("held-out loss", f"{self.validation.loss:.4f}, {self.validation.samples} samples"),
             ("bits per byte", f"{self.validation.bits_per_byte:.3f} on held-out text{zstd}"),
         ]
+
+
+def _command(*words: str) -> str:
+    """Write a command that a shell reads as one, in lines of 80 columns with the name of their row."""
+    lines = [f"{_python()} -m hpcllm {words[0]}"]
+    for word in words[1:]:
+        if len(lines[-1]) + 1 + len(word) > COLUMNS - NAME_COLUMNS - len(" \\"):
+            lines.append(f"    {word}")
+        else:
+            lines[-1] += f" {word}"
+    return " \\\n".join(lines)
 
 
 def _python() -> str:

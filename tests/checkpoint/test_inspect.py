@@ -69,6 +69,21 @@ def test_the_tree_has_every_name_and_how_it_was_written(tmp_path, write_alone, t
         assert all(part in text for part in name.split("/"))
 
 
+def test_a_tensor_of_a_large_model_has_one_line_of_80_columns(tmp_path):
+    shapes = {"blocks.31.attention.output.weight": (88, 32), "embedding.weight": (128, 16)}
+    values = {name: np.full(shape, 1.2345678e-9, "f4") for name, shape in shapes.items()}
+    specs = {f"optimizer/exp_avg_sq/{name}": DatasetSpec(shape, "float32") for name, shape in shapes.items()}
+    slabs = {whole(f"optimizer/exp_avg_sq/{name}", value.shape): value for name, value in values.items()}
+    found = described(write_slabs(tmp_path / "x.h5", None, specs, slabs, {}).path)
+    for item in found["datasets"].values():
+        item["stored_bytes"] -= 1  # as in an archive
+    for columns in (0, 80):
+        lines = [line for line in tree_lines(found, columns) if "float32" in line]
+        assert len(lines) == 2
+        assert all("norm" in line and ("stored in" in line) == (columns == 0) for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
 def test_the_tree_counts_blocks_as_people_do(tmp_path):
     names = [f"model/blocks.{block}.weight" for block in (*range(12), 100)]
     specs = {name: DatasetSpec((1,), "float32") for name in names}

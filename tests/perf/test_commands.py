@@ -136,6 +136,13 @@ def test_saved_records_become_one_picture_and_one_table(tmp_path, capsys):
     assert main(["plot", *files, "--plot", str(tmp_path / "both.svg"), "--markdown"]) == 0
     assert capsys.readouterr().out.count("| mpi | raw |") == 4
     assert b"<svg" in (tmp_path / "both.svg").read_bytes()
+    each = [json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json")]
+    assert main(["plot", *files, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == each[0] + each[1]
+    assert main(["plot", *files, "--json", str(tmp_path / "both.json"), "--markdown"]) == 0
+    assert capsys.readouterr().out.count("| mpi | raw |") == 4
+    assert main(["plot", str(tmp_path / "both.json"), "--json"]) == 0  # what it writes it reads
+    assert json.loads(capsys.readouterr().out) == each[0] + each[1]
 
 
 def test_what_was_measured_before_ctrl_c_is_kept(tmp_path):

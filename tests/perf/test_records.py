@@ -125,7 +125,8 @@ def test_a_row_of_the_narrow_table_fits_in_80_columns(operation, median_s, slowe
     times = {"median_s": median_s, "min_s": median_s, "max_s": median_s * slowest, "spread": slowest - 1}
     rates = {"algbw_gb_s": rate_gb_s, "busbw_gb_s": rate_gb_s, "moved_gb_s": rate_gb_s}
     bounds = {"bound_s": bound and bound * median_s, "memcpy_share": bound}
-    names = {"operation": operation, "algorithm": "recursive_doubling", "codec": "int8:1024:sr"[:11], "ratio": ratio}
+    algorithm = "decode" if operation == "codec" else "recursive_doubling"
+    names = {"operation": operation, "algorithm": algorithm, "codec": "int8:1024:sr"[:11], "ratio": ratio}
     one = record(**names, **times, **rates, **bounds, bytes=size)
     columns = columns_of(one, wide=False)
     assert len(table_row(one, columns)) <= 80

@@ -87,6 +87,16 @@ def test_a_line_for_people_names_what_the_record_holds():
     assert "MFU" not in step_line(record(7), 100)
 
 
+@pytest.mark.parametrize("steps", [100, 1_000_000])
+@pytest.mark.parametrize("tokens_per_s", [1.5, 12_345_678.0])
+def test_a_line_of_80_columns_keeps_loss_speed_and_the_end(steps, tokens_per_s):
+    of_a_device = {"host_memory_gb": 123.4, "mfu": 0.25, "eta_s": 99 * 3600, "tokens_per_s": tokens_per_s}
+    line = step_line(record(7) | of_a_device, steps, 80)
+    assert len(line) <= 80
+    for part in ("step ", "loss 2.5000", f"{tokens_per_s:,.0f} tokens/s", "ETA 99:00:00"):
+        assert part in line
+
+
 @pytest.mark.parametrize("first_step", [0, 3, 5, 99])
 @pytest.mark.parametrize("torn", ["", '{"step": 6, "los', "not json\n", '{"loss": 1}\n', "[]\n"])
 def test_a_run_that_goes_on_keeps_each_step_once(tmp_path, first_step, torn):
