@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+MOST_BYTES = 1 << 20  # of a line; ours have about a thousandth of that
 MOST_STEPS = 1 << 53  # all below are exact as a float
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:
     """Read an object that has a step, of any digits and nesting; None for anything else."""
+    if len(line) > MOST_BYTES:
+        return None
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):  # no UTF-8, no JSON, too many digits, nested too deep

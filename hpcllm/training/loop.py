@@ -140,7 +140,7 @@ def _is_due(step: int, every_steps: int) -> bool:
 def _inspect(run: RunContext, log: Log | None, step: int, memory: Live | None, spans: list[Span]) -> None:
     """Measure memory, compare replicas, write a trace: after some steps only. Collective over the mesh.
 
-    Raises ReplicaError.
+    A trace that cannot be written is said, and no reason to end. Raises ReplicaError, StallError.
     """
     config = run.config
     if memory:
@@ -148,7 +148,13 @@ def _inspect(run: RunContext, log: Log | None, step: int, memory: Live | None, s
     if _is_due(step, config.communication.hash_every_steps):
         compare_replicas(run, step)
     if step in config.log.trace_steps:
-        write_trace(run.run_folder / "trace", step, run.schedule, run.mesh, spans, run.control)
+        try:
+            write_trace(run.run_folder / "trace", step, run.schedule, run.mesh, spans, run.control)
+        except HpcllmError as error:
+            if not error.everywhere:  # a rank that did not answer
+                raise
+            if log:
+                log.print(f"no trace of step {step}: {error}")
 
 
 def _log_step(

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import secrets
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from hpcllm.config.names import shown
 from hpcllm.errors import ConfigError, HpcllmError
 from hpcllm.mpi.collective_errors import on_root
 from hpcllm.training.finished import write_finished
+from hpcllm.training.set_aside import JOB, set_aside_unusable
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -41,20 +43,27 @@ class RunLock:
     _file: IO[str] | None = None
 
     def take(self, restart: bool) -> None:
-        """Make and lock the folder; a restart renames the old one, never deletes it. For rank 0. Raises ConfigError."""
+        """Make and lock the folder; a restart renames the old one, never deletes it. For rank 0. Raises ConfigError.
+
+        Files in it that cannot be used are set aside, and said.
+        """
         try:
             if restart and self.folder.exists():
                 self._lock()
                 self.folder.rename(self.folder.with_name(f"{self.folder.name}.before-{time.strftime('%Y%m%d-%H%M%S')}"))
                 self.release()
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            lines = set_aside_unusable(self.folder, [JOB], [])
             self._sign(self._lock())
+            lines += set_aside_unusable(self.folder)  # not before: another job may use them
         except BlockingIOError as error:
             self.release()
             raise ConfigError(_locked(self._path.read_text(encoding="utf-8", errors="replace"), self.folder)) from error
         except OSError as error:
             self.release()
             raise ConfigError(f"{_unusable(self.folder)}: {error}") from error
+        if lines:
+            print("\n".join(f"hpcllm: {line}" for line in lines), file=sys.stderr, flush=True)
 
     def check(self) -> None:
         """Raise HpcllmError if another job has taken the folder since. For rank 0, before it is written to."""
@@ -82,7 +91,7 @@ class RunLock:
 
     @property
     def _path(self) -> Path:
-        return self.folder / "job.txt"
+        return self.folder / JOB
 
     def _lock(self) -> IO[str]:
         """Open job.txt and lock it where the file system can. Raises BlockingIOError if another job has it."""
@@ -119,14 +128,14 @@ def lock_run(world: MPI.Intracomm, folder: Path, restart: bool) -> Iterator[RunL
 
 def check_lockable(folder: Path) -> None:
     """Raise ConfigError if no job could lock the folder now. Writes nothing."""
-    job = folder / "job.txt"
-    if fault := fault_of(job) or ("job.txt is no regular file" if job.exists() and not job.is_file() else ""):
+    if fault := fault_of(folder):
         raise ConfigError(f"{_unusable(folder)}: {fault}")
+    job = folder / JOB
     ground = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not (ground.is_dir() and os.access(ground, os.W_OK | os.X_OK)):
         why = "there is no right to write in it" if ground.is_dir() else "it is no folder"
         raise ConfigError(f"{_unusable(folder)}: {str(ground)!r}: {why}")
-    if job.exists() and (holder := _holder(job)):
+    if os.path.isfile(job) and (holder := _holder(job)):
         raise ConfigError(_locked(holder, folder))
 
 

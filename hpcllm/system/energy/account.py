@@ -20,6 +20,8 @@ from hpcllm.system.json_lines import record_of
 HOUR_S, KWH_J = 3600.0, 3.6e6
 TAIL_BYTES = 1 << 20  # of a log; its records take about a thousandth of that
 HOURS = {"gpu": "gpu_hours", "core": "core_hours"}
+SUMS = ("node_hours", *HOURS.values(), "energy_kwh", "energy_gpus_kwh", "energy_tokens")  # over all starts of a run
+MOST = 1e18  # of each sum: nothing reaches it, and all sums stay finite
 WORDS = {"node_hours": "node-hours", "gpu_hours": "GPU-hours", "core_hours": "core-hours"}
 
 
@@ -48,8 +50,7 @@ class Account:
             taken |= {"energy_kwh": self.joules / KWH_J, "energy_tokens": self.tokens}
         if self.gpu_joules:
             taken["energy_gpus_kwh"] = self.gpu_joules / KWH_J
-        keys = ("node_hours", *HOURS.values(), "energy_kwh", "energy_gpus_kwh", "energy_tokens")
-        total = {key: self.before.get(key, 0) + taken.get(key, 0) for key in keys if key in taken or key in self.before}
+        total = {key: self.before.get(key, 0) + taken.get(key, 0) for key in SUMS if key in taken or key in self.before}
         if total.get("energy_kwh"):
             total["tokens_per_kwh"] = total["energy_tokens"] / total["energy_kwh"]
         if self.prices.price_per_kwh or self.prices.price_per_node_hour:
@@ -77,7 +78,7 @@ def rows(total: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def taken_before(log: Path) -> dict[str, Any]:
-    """Return the newest record of a log that has a run's sums; {} without one. Raises OSError."""
+    """Return the newest record of a log that has a run's sums, all numbers; {} without one. Raises OSError."""
     if not log.exists():
         return {}
     with log.open("rb") as file:
@@ -85,6 +86,11 @@ def taken_before(log: Path) -> dict[str, Any]:
         lines = file.read().splitlines()
     for line in reversed(lines):
         record = record_of(line)  # None: cut off by the end of a job, or by where the tail begins
-        if record and isinstance(record.get("node_hours"), float):
+        if record and "node_hours" in record and all(is_sum(record[key]) for key in SUMS if key in record):
             return record
     return {}
+
+
+def is_sum(value: object) -> bool:
+    """Return True for a number that a run can have taken."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST
