@@ -132,13 +132,13 @@ class Checkpoint:
             self._unpack(stored, index, out, stored.packed[index])
         self._compare(stored, index, checksum(out), int(stored.checksums[index]))
 
-    def map(self) -> np.ndarray:
-        """All bytes of the file, (file_bytes,) uint8, memory-mapped and read-only; stays when the file is closed.
+    def map(self) -> mmap.mmap:
+        """Map all bytes of the file, file_bytes, into memory, read-only; stays when the file is closed.
 
         Not collective. Nothing is verified. Raises CheckpointError.
         """
         with disk_errors(CheckpointError, f"{self.path}: cannot be mapped"):
-            return np.frombuffer(mmap.mmap(self._descriptor, self.file_bytes, access=mmap.ACCESS_READ), np.uint8)
+            return mmap.mmap(self._descriptor, self.file_bytes, access=mmap.ACCESS_READ)
 
     def _unpack(self, stored: Stored, index: int, out: memoryview, packed: np.ndarray) -> None:
         offset, length, xxh3 = map(int, packed)

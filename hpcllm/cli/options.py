@@ -99,10 +99,10 @@ def add_run_file(parser: argparse.ArgumentParser, optional: bool = False) -> Non
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=words)
 
 
-def add_stall_limit(parser: argparse._ActionsContainer) -> None:
-    """Add --stall-s, for commands of several ranks that have no run file."""
-    words = f"end if ranks wait so long for another; 6 times that while one works (default: {WAIT_LIMIT_S:g})"
-    parser.add_argument("--stall-s", type=real(Range(0.1, 1e6)), default=WAIT_LIMIT_S, metavar="S", help=words)
+def add_stall_limit(parser: argparse._ActionsContainer, default: float = WAIT_LIMIT_S) -> None:
+    """Add --stall-s, for commands of several ranks whose limit is not in a run file."""
+    words = f"end if ranks wait so long for another; 6 times that while one works (default: {default:g})"
+    parser.add_argument("--stall-s", type=real(Range(0.1, 1e6)), default=default, metavar="S", help=words)
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:

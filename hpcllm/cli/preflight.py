@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from hpcllm.cli.options import add_run_file
+from hpcllm.cli.options import add_run_file, add_stall_limit
 from hpcllm.errors import ConfigError
 from hpcllm.system.output import COLUMNS, add_output, show
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+STALL_S = 60.0  # a page takes about a minute in all
 
 
 WIDE_COLUMNS = 110  # paragraphs of --wide: longer lines are hard to read
@@ -25,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_run_file(parser, optional=True)
     parser.add_argument("--quick", action="store_true", help="no measurements: a second instead of half a minute")
+    add_stall_limit(parser, STALL_S)
     add_output(parser)
 
 
@@ -32,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the page; exit code 1 if a run would break or take far longer. Raises UserError, StallError."""
     from hpcllm.system.job import run_job
 
-    return run_job(lambda world: examine_and_print(arguments, world))
+    return run_job(lambda world: examine_and_print(arguments, world), arguments.stall_s)
 
 
 def examine_and_print(arguments: argparse.Namespace, world: MPI.Intracomm) -> int:

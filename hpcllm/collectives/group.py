@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -24,6 +24,7 @@ from mpi4py import MPI
 from hpcllm.collectives.tuning import Shape, Tuning
 from hpcllm.collectives.wire import Wire
 from hpcllm.errors import CollectiveError
+from hpcllm.mpi.meeting_comm import plain
 from hpcllm.mpi.wait import name_rank
 
 
@@ -104,16 +105,16 @@ def make_group(comm: MPI.Intracomm, node: MPI.Intracomm | None = None) -> Group:
 
     node: the ranks of comm that count as one node, as a communicator; found out from who shares memory if not given.
     """
-    own = MPI.Intracomm(comm.Dup())
-    node = MPI.Intracomm(node.Dup() if node else own.Split_type(MPI.COMM_TYPE_SHARED, own.rank))
+    own = comm.Dup()
+    node = node.Dup() if node else cast(MPI.Intracomm, own.Split_type(MPI.COMM_TYPE_SHARED, own.rank))
     lowest = np.array([own.rank])
     node.Allreduce(MPI.IN_PLACE, lowest, MPI.MIN)
     sizes = np.zeros(own.size, dtype=np.int64)  # of the node whose lowest rank it is
     sizes[own.rank] = node.size if own.rank == lowest[0] else 0
     own.Allreduce(MPI.IN_PLACE, sizes)
     number = np.count_nonzero(sizes[: lowest[0]])
-    peers = MPI.Intracomm(own.Split(node.rank, int(number)))
-    return Group(own, node, peers, tuple(sizes[sizes > 0].tolist()))
+    peers = cast(MPI.Intracomm, own.Split(node.rank, int(number)))
+    return Group(plain(own), plain(node), plain(peers), tuple(sizes[sizes > 0].tolist()))
 
 
 def group_of(comm: MPI.Intracomm | Group) -> Group:

@@ -65,6 +65,8 @@ class Loader:
     def _read(self, position: int) -> Batch:
         start = time.perf_counter()
         first = position + self.first
+        if self.watch:
+            self.watch.will_read()
         rows = read_batch(self.tokens, self.sampler, self.sequence, first, self.share)
         if self.watch:
             self.watch.saw(self.sampler.index(first) * self.sequence)

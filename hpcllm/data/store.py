@@ -26,6 +26,7 @@ import dataclasses
 import hashlib
 import logging
 import math
+import mmap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ class TokenStore:
     token_bytes: NDArray[np.uint32]
     tokenizer_json: str
     _datasets: Mapping[str, Stored]
-    _file: NDArray[np.uint8]  # all of it, memory-mapped
+    _map: mmap.mmap  # all of the file
 
     @classmethod
     def open(cls, path: str | Path, comm: MPI.Intracomm | None = None) -> TokenStore:
@@ -144,15 +145,24 @@ class TokenStore:
         """(documents + 1,) int64, memory-mapped: where each document begins, and the end of the last."""
         return self._view(f"{split}/documents", np.dtype("<i8"))
 
+    def check_length(self) -> None:
+        """Raise CheckpointError if the file has been cut since it was opened: to read what is gone is a SIGBUS."""
+        if (now := self._map.size()) < len(self._map):
+            raise CheckpointError(
+                f"{str(self.path)!r} was cut to {now:,} of {len(self._map):,} bytes while it is read; "
+                "write it anew with `python -m hpcllm prepare`, under another name while a run reads it"
+            )
+
     def verify_block_at(self, split: Split, token: int) -> None:
         """Compare the block that holds a token of a split with its checksum. For any thread.
 
-        Raises CheckpointError, a fault of the run, if it has changed since it was written.
+        Raises CheckpointError, a fault of the run, if it has changed since it was written, or is cut.
         """
+        self.check_length()
         stored = self._datasets[f"{split}/tokens"]
         index = token * stored.spec.item_bytes // stored.spec.chunk_bytes
         offset, size = stored.extent(index)
-        if (now := checksum(self._file[offset : offset + size].data)) != int(stored.checksums[index]):
+        if (now := checksum(memoryview(self._map)[offset : offset + size])) != int(stored.checksums[index]):
             raise CheckpointError(
                 f"{str(self.path)!r}: bytes {offset:,} to {offset + size:,}, of /{stored.name}, have changed since "
                 f"they were written: XXH3 {now:016x}, written as {int(stored.checksums[index]):016x}; "
@@ -161,7 +171,7 @@ class TokenStore:
 
     def _view(self, dataset: str, dtype: np.dtype[Any]) -> NDArray[np.integer]:
         stored = self._datasets[dataset]
-        return self._file[stored.offset : stored.offset + stored.spec.bytes].view(dtype)
+        return np.frombuffer(self._map, dtype, stored.spec.bytes // dtype.itemsize, stored.offset)
 
 
 def open_store(config: Config, comm: MPI.Intracomm | None) -> tuple[Config, TokenStore]:

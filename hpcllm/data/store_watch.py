@@ -1,4 +1,4 @@
-"""Checksums of what training reads: now and then, in a thread, the block that a batch came from is verified.
+"""Checks of what training reads: its length once a second; now and then, in a thread, the checksum of a block.
 
     step         k     k+1   k+2   ...   each: 30 us of data.loader's time to see that nothing is due or to learn how
     every_s      |----------------|      the last one ended
@@ -6,6 +6,9 @@
 
 Samples are drawn evenly from a store, so are the blocks: in an hour a rank verifies 360 of them, 1.5 GB. A bit that
 flipped on the way from the disk or in the page cache is named with its place instead of being learned from.
+
+To read what a file no longer has is a SIGBUS, which ends the process without a word. So its length is asked for before
+a batch is read, at most once in LENGTH_EVERY_S, as on a parallel file system that is a message to a server.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from dataclasses import dataclass, field
 from hpcllm.data.store import Split, TokenStore
 
 EVERY_S = 10.0
+LENGTH_EVERY_S = 1.0
 
 
 @dataclass
@@ -28,11 +32,18 @@ class StoreWatch:
     every_s: float = EVERY_S
     verified: int = 0  # blocks
     _due_s: float = field(init=False)
+    _length_due_s: float = 0.0
     _pending: Future[None] | None = None
     _thread: ThreadPoolExecutor | None = None
 
     def __post_init__(self) -> None:
         self._due_s = time.monotonic() + self.every_s
+
+    def will_read(self) -> None:
+        """See, if that is due, that the store is as long as it was. Raises CheckpointError. Not collective."""
+        if time.monotonic() >= self._length_due_s:
+            self._length_due_s = time.monotonic() + LENGTH_EVERY_S
+            self.store.check_length()
 
     def saw(self, token: int) -> None:
         """Take note that a batch was read from `token` on; begin to verify its block if one is due.

@@ -26,6 +26,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -66,8 +67,8 @@ def gpu_aware(comm: MPI.Intracomm, device: torch.device, setting: str = "auto") 
     """
     if setting != "auto":
         return DeviceAccess(setting == "yes", f'communication.gpu_aware = "{setting}"')
-    own = MPI.Intracomm(comm.Dup())
-    node = MPI.Intracomm(own.Split_type(MPI.COMM_TYPE_SHARED, own.rank))
+    own = comm.Dup()
+    node = cast(MPI.Intracomm, own.Split_type(MPI.COMM_TYPE_SHARED, own.rank))
     mine = DeviceAccess(device.type != "cpu", "the values are on the CPU")
     found = alive = _agreed(own, try_in_child(device) if node.rank == 0 and mine.direct else mine)
     node.Free()

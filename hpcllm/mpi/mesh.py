@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 from mpi4py import MPI
 
@@ -58,7 +59,7 @@ def open_mesh(comm: MPI.Intracomm, config: MeshConfig) -> Iterator[Mesh]:
     axes = {axis: _along(world, axis, here, sizes) for axis in AXES}
     is_end = here["pp"] in (0, sizes["pp"] - 1)
     ends = _split(axes["pp"], 0 if is_end else 1 + here["pp"], here["pp"])
-    node = MPI.Intracomm(world.Split_type(MPI.COMM_TYPE_SHARED))
+    node = cast(MPI.Intracomm, world.Split_type(MPI.COMM_TYPE_SHARED))
     mesh = Mesh(world, **axes, node=node, ends=ends)
     at = ", ".join(f"{axis} {here[axis]} of {sizes[axis]}" for axis in AXES)
     log.debug("rank %d of %d is %s, and %d of %d on its node", world.rank, world.size, at, node.rank, node.size)
@@ -78,4 +79,4 @@ def _along(world: MPI.Intracomm, axis: str, here: dict[str, int], sizes: dict[st
 
 
 def _split(comm: MPI.Intracomm, color: int, key: int) -> MPI.Intracomm:
-    return MPI.Intracomm(comm.Split(color, key))
+    return cast(MPI.Intracomm, comm.Split(color, key))

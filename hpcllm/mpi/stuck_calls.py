@@ -29,6 +29,7 @@ from types import CodeType, FrameType
 
 from mpi4py import MPI
 
+from hpcllm.mpi import meeting_comm
 from hpcllm.mpi.wait import WORK, JobWaits
 
 LOOKS = 20  # at a call before it counts: a loop that happens to stand at the same place is not that regular
@@ -64,7 +65,8 @@ class StuckCalls:
     def look(self, limit_s: float, now_s: float) -> str:
         """Look at all threads once; returns a call of MPI that has not returned for limit_s, in words, or ""."""
         before, self.stands = self.stands, {}
-        for thread, frame in sys._current_frames().items():
+        for thread, innermost in sys._current_frames().items():
+            frame = _caller(innermost)
             place = (id(frame), frame.f_code, frame.f_lasti)
             stand = before.get(thread)
             if stand is None or stand.place != place:
@@ -79,6 +81,13 @@ class StuckCalls:
                     f"MPI has not returned for {waited_s:.0f} s from `{call}` ({where}); a rank that it needs is gone"
                 )
         return ""
+
+
+def _caller(frame: FrameType) -> FrameType:
+    """Return the frame that called a collective of a MeetingComm, in whose own frame any of them may hang."""
+    while frame.f_code.co_filename == meeting_comm.__file__ and frame.f_back:
+        frame = frame.f_back
+    return frame
 
 
 def call_of(frame: FrameType) -> str:

@@ -34,6 +34,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from hpcllm.errors import StallError
+from hpcllm.mpi.meeting_comm import plain
 from hpcllm.mpi.rank_names import name_ranks, named_ranks, without_ranks
 from hpcllm.mpi.wait import job_waits
 
@@ -98,8 +99,11 @@ class Watchdog:
     def verdict(self) -> str:
         """Return the report, on a reporter, after GRACE_S for answers to come; "" on other ranks.
 
-        Ranks return late, one after the other: a rank that returns knows that those before it did not end the job.
+        Ranks return late, one after the other: a rank that returns knows that those before it did not end the job. ""
+        at once for a wait that was none of the watched ones: a rank that has said nothing would be blamed itself.
         """
+        if not self._told:
+            return ""
         turn = min(self.comm.rank, REPORTERS)
         if turn < REPORTERS:
             with self._lock:
@@ -148,7 +152,7 @@ def open_watchdog(world: MPI.Intracomm, describe: Callable[[int], str]) -> Itera
             yield job_waits.observer
         return
     processes = _processes(world)
-    watchdog = Watchdog(MPI.Intracomm(world.Dup()), describe, processes)
+    watchdog = Watchdog(plain(world.Dup()), describe, processes)
     job_waits.observer = watchdog
     try:
         yield watchdog

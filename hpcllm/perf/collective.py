@@ -25,13 +25,13 @@ from hpcllm.collectives.selection import candidates
 from hpcllm.collectives.tuning import load_tuning
 from hpcllm.errors import ConfigError
 from hpcllm.mpi.collective_errors import on_root
-from hpcllm.mpi.wait import Waits
+from hpcllm.mpi.wait import job_waits
 from hpcllm.perf.arguments import VALUE_BYTES, Options
 from hpcllm.perf.arrays import CPU, LIBRARY, Arrays, lengths
 from hpcllm.perf.p2p import measure_link
 from hpcllm.perf.records import Record, finite
 from hpcllm.perf.session import VALUE_TYPES, Report, check_memory, facts, open_device, record_of
-from hpcllm.perf.timing import LIMIT_S, in_turns, meet
+from hpcllm.perf.timing import in_turns, meet
 from hpcllm.perf.values import distance, expected, same_bits
 
 FIRST = (LIBRARY, "native", "auto")
@@ -165,7 +165,7 @@ def assess(arrays: Arrays, way: Way, check: bool) -> Quality:
     before = np.array([wire.plain_bytes, wire.sent_bytes])
     arrays.call(way.algorithm, way.codec)()
     counted = np.array([wire.plain_bytes, wire.sent_bytes]) - before
-    Waits(LIMIT_S).allreduce(group.comm, counted, lambda: "all ranks' byte counters")
+    job_waits.waits().allreduce(group.comm, counted, lambda: "all ranks' byte counters")
     ratio = float(counted[0] / counted[1]) if counted[1] else 1.0
     algorithm, chosen = way.algorithm, ""
     if algorithm == "auto":

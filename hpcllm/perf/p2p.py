@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,11 +23,11 @@ from hpcllm.collectives.group import Group
 from hpcllm.errors import ConfigError
 from hpcllm.mpi import buffers
 from hpcllm.mpi.message_memory import MessageMemory, memory_for
-from hpcllm.mpi.wait import Waits
+from hpcllm.mpi.wait import job_waits
 from hpcllm.perf.arguments import VALUE_BYTES, Options
 from hpcllm.perf.records import finite
 from hpcllm.perf.session import VALUE_TYPES, Report, check_memory, facts, node_of_ranks, open_device, record_of
-from hpcllm.perf.timing import LIMIT_S, Case, Seconds, finish, in_turns, meet
+from hpcllm.perf.timing import Case, Seconds, finish, in_turns, meet
 from hpcllm.perf.values import Distance, codec_ratio, distance, expected, pattern, unroll
 from hpcllm.system.device import synchronize
 
@@ -141,7 +141,7 @@ def measure_link(group: Group, device: torch.device = CPU) -> float | None:
 
 def _pair(comm: MPI.Intracomm, peer: int) -> MPI.Intracomm:
     """Ranks 0 and `peer`; COMM_NULL on the others. Collective over comm."""
-    return MPI.Intracomm(comm.Split(0 if comm.rank in (0, peer) else MPI.UNDEFINED, comm.rank))
+    return cast(MPI.Intracomm, comm.Split(0 if comm.rank in (0, peer) else MPI.UNDEFINED, comm.rank))
 
 
 def _link_gb_s(comm: MPI.Intracomm, pair: MPI.Intracomm, device: torch.device) -> float:
@@ -151,7 +151,7 @@ def _link_gb_s(comm: MPI.Intracomm, pair: MPI.Intracomm, device: torch.device) -
         ends = [_end(pair, size // 4, find_codec("raw", torch.float32, device.type), device) for size in LINK_SIZES]
         timed = in_turns(pair, [Case(end.stream) for end in ends], LINK_ROUNDS, 1, lambda: False)
         rate[0] = max(MESSAGES * size / s.samples.min() / 1e9 for size, s in zip(LINK_SIZES, timed, strict=True))
-    Waits(LIMIT_S).all([comm.Ibarrier()], lambda: "the link to be measured")  # does not take the pair's cores
+    job_waits.waits().all([comm.Ibarrier()], lambda: "the link to be measured")  # does not take the pair's cores
     comm.Bcast(rate, root=0)
     return float(rate[0])
 

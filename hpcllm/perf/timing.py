@@ -23,9 +23,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from hpcllm.errors import StallError
-from hpcllm.mpi.wait import Waits
-
-LIMIT_S = 600.0
+from hpcllm.mpi.wait import job_waits
 
 
 @dataclass(frozen=True)
@@ -63,10 +61,11 @@ class Seconds:
 
 def finish(requests: Sequence[MPI.Request], what: str) -> None:
     """Return when they are done: gives way, never sleeps, so that the clock does not show a nap. Raises StallError."""
-    deadline = time.perf_counter() + LIMIT_S
+    limit_s = job_waits.limit_s
+    deadline = time.perf_counter() + limit_s
     while not MPI.Request.Testall(requests):
         if time.perf_counter() > deadline:
-            raise StallError(f"rank {MPI.COMM_WORLD.rank}: waited {LIMIT_S:g} s for {what}")
+            raise StallError(f"rank {MPI.COMM_WORLD.rank}: waited {limit_s:g} s for {what}")
         os.sched_yield()
 
 
@@ -93,5 +92,5 @@ def in_turns(
             own_s[done, index] = time.perf_counter() - start_s
         done += 1
     timed_s = np.ascontiguousarray(own_s[min(warmup, done) : done])
-    Waits(LIMIT_S).allreduce(comm, timed_s, lambda: "all ranks' times", MPI.MAX)
+    job_waits.waits().allreduce(comm, timed_s, lambda: "all ranks' times", MPI.MAX)
     return [Seconds(timed_s[:, index]) for index in range(len(cases))] if timed_s.size else []

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 
 from hpcllm.codecs import Codec, find_codec
 from hpcllm.mpi import buffers
-from hpcllm.mpi.wait import Waits
-from hpcllm.perf.timing import LIMIT_S
+from hpcllm.mpi.wait import job_waits
 
 PERIOD = 262_139
 SCALE_RUN = 256  # values of one scale
@@ -167,7 +166,7 @@ def distance(result: torch.Tensor, segments: Iterable[Segment], comm: MPI.Intrac
     if place != result.numel():
         raise AssertionError(f"{result.numel()} values of which {place} are known")
     totals = np.array([own.error, own.exact, own.outside])
-    Waits(LIMIT_S).allreduce(comm, totals, lambda: "all ranks' errors")
+    job_waits.waits().allreduce(comm, totals, lambda: "all ranks' errors")
     return Distance(float(totals[0]), float(totals[1]), int(totals[2]))
 
 
@@ -186,5 +185,5 @@ def same_bits(result: torch.Tensor, comm: MPI.Intracomm) -> bool:
     """True if all ranks have the same bits. Collective over comm."""
     digest = zlib.crc32(buffers.as_bytes(result).numpy().data)
     extremes = np.array([digest, -digest], dtype=np.int64)
-    Waits(LIMIT_S).allreduce(comm, extremes, lambda: "all ranks' checksums", MPI.MAX)
+    job_waits.waits().allreduce(comm, extremes, lambda: "all ranks' checksums", MPI.MAX)
     return bool(extremes[0] == -extremes[1])

@@ -21,6 +21,7 @@ import math
 import statistics
 import time
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -100,7 +101,7 @@ def _open_peers(comms: Communicators) -> tuple[MPI.Intracomm, int, int]:
     lanes = comms.world.allreduce(comms.node.size, MPI.MIN)
     nodes = comms.world.allreduce(int(comms.leads))
     lowest = comms.node.bcast(comms.world.rank)
-    return MPI.Intracomm(comms.world.Split(comms.node.rank, lowest)), lanes, nodes
+    return cast(MPI.Intracomm, comms.world.Split(comms.node.rank, lowest)), lanes, nodes
 
 
 def _rounds(comms: Communicators, comm: MPI.Intracomm | None, most: int, where: torch.device) -> NDArray[np.float64]:

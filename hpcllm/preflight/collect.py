@@ -27,6 +27,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 import xxhash
@@ -84,8 +85,8 @@ class Communicators:
 def open_communicators(world: MPI.Intracomm, waits: Waits) -> Communicators:
     """Collective over world."""
     waits.all([world.Ibarrier()], lambda: f"{name_members(world)} to begin")
-    node = MPI.Intracomm(world.Split_type(MPI.COMM_TYPE_SHARED, world.rank))
-    leaders = MPI.Intracomm(world.Split(0 if node.rank == 0 else MPI.UNDEFINED, world.rank))
+    node = cast(MPI.Intracomm, world.Split_type(MPI.COMM_TYPE_SHARED, world.rank))
+    leaders = cast(MPI.Intracomm, world.Split(0 if node.rank == 0 else MPI.UNDEFINED, world.rank))
     return Communicators(world, node, leaders, waits)
 
 

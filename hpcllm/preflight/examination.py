@@ -38,7 +38,6 @@ from hpcllm.system.affinity import Affinity, set_affinity
 from hpcllm.system.hardware.node import allowed_cores, busy_s
 from hpcllm.system.slurm import batch_job
 
-LIMIT_S = 60.0  # of one wait: after that, who does not answer is named
 LOOK_S = 0.3  # at what other programs do
 SHORT_S = 600.0  # of time left in the job
 
@@ -74,7 +73,7 @@ def examine_allocation(world: MPI.Intracomm, config: Config | None, quick: bool)
     quick: without measurements. Raises UserError, StallError.
     """
     with open_watchdog(world, lambda _: "preflight") as watchdog:
-        comms = open_communicators(world, Waits(LIMIT_S, observer=watchdog))
+        comms = open_communicators(world, Waits(job_waits.limit_s, observer=watchdog))
         page = _examine(comms, config, quick)
         comms.free()
     return page

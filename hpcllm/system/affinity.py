@@ -19,7 +19,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from hpcllm.mpi.partition import chunk_range
 from hpcllm.system.hardware.node import allowed_cores
@@ -79,7 +79,7 @@ def set_affinity_of_job(world: MPI.Intracomm) -> Affinity:
     """Call set_affinity on all ranks of a job, whatever they compute on. Collective over world."""
     from mpi4py import MPI
 
-    node = MPI.Intracomm(world.Split_type(MPI.COMM_TYPE_SHARED, world.rank))
+    node = cast("MPI.Intracomm", world.Split_type(MPI.COMM_TYPE_SHARED, world.rank))
     affinity = set_affinity(node)
     node.Free()
     return affinity

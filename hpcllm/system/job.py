@@ -3,6 +3,7 @@
 one process                      a command that can do without MPI starts none: works where only a login node is
 many processes                   MPI, as any other command; whoever launched them says how many there are
 every rank fails, knowingly      rank 0 says it once, all leave with its exit code
+one rank crashes                 the stack that Python prints begins with who it is
 one rank fails alone             it says who it is and why, and ends the whole job at once (MPI_Abort)
 one rank stops answering         rank 0 says who waits for whom and ends the job (mpi/watchdog.py)
 MPI itself does not return       the rank says from which call, and ends the job (mpi/stuck_calls.py)
@@ -84,7 +85,8 @@ def run_job(command: Callable[[MPI.Intracomm], int], limit_s: float = WAIT_LIMIT
     """
     world = start_mpi(limit_s)
     try:
-        return _watched(command, world)
+        # the name of a frame, as a rank that crashes in compiled code can print its stack and nothing else
+        return _named(f"rank {world.rank} of {world.size} on {_host()}", partial(_watched, command, world))()
     except HpcllmError as error:
         if error.everywhere or (isinstance(error, UserError) and _all_arrive(world)):
             if world.rank == 0:
@@ -106,16 +108,22 @@ def call_within(limit_s: float, words: str, function: Callable[[], T]) -> T:
     A thread of the interpreter's own does that. It prints nothing but a traceback, so the words are there: as the name
     of a function.
     """
-
-    def call() -> T:
-        return function()
-
-    call.__code__ = call.__code__.replace(co_name=f"hpcllm: {words}")
+    call = _named(words, function)
     faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__ or 2)
     try:
         return call()
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _named(words: str, function: Callable[[], T]) -> Callable[[], T]:
+    """Return the function with a frame around it whose name is 'hpcllm: WORDS'."""
+
+    def call() -> T:
+        return function()
+
+    call.__code__ = call.__code__.replace(co_name=f"hpcllm: {words}")
+    return call
 
 
 def start_mpi(limit_s: float) -> MPI.Intracomm:
@@ -146,13 +154,12 @@ def _finalize() -> None:
 
 def _watched(command: Callable[[MPI.Intracomm], int], world: MPI.Intracomm) -> int:
     """Run the command on a copy of the world, under a watchdog if there is anybody to wait for."""
-    from hpcllm.mpi.wait import meet
+    from hpcllm.mpi.meeting_comm import MeetingComm
     from hpcllm.mpi.watchdog import open_watchdog
 
     if world.size == 1:
         return command(world.Dup())
-    meet(world, "to start")
-    copy = world.Dup()
+    copy = MeetingComm(world).Dup()
     with open_watchdog(copy, lambda _: ""):
         return command(copy)
 
@@ -169,16 +176,20 @@ def _all_arrive(world: MPI.Intracomm) -> bool:
 
 
 def _abort(world: MPI.Intracomm, message: str, code: int) -> None:
-    from mpi4py import MPI
-
     try:
-        here = f"rank {world.rank} of {world.size} on {MPI.Get_processor_name()}"
+        here = f"rank {world.rank} of {world.size} on {_host()}"
         print(harmless(f"hpcllm: {here} ends the job: {message}"), file=sys.stderr, flush=True)
         sys.stdout.flush()
         time.sleep(FORWARD_S)
     finally:  # a closed pipe or a full disk must not leave the other ranks waiting
         _end_soon(code)
         world.Abort(code)
+
+
+def _host() -> str:
+    from mpi4py import MPI
+
+    return MPI.Get_processor_name()
 
 
 def _end_soon(code: int) -> None:

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpi4py import MPI
-
 from hpcllm.checkpoint.background import Background, Written
 from hpcllm.checkpoint.folder import Retention, file_name
 from hpcllm.checkpoint.state import LocalSlabs, Residuals, RunState, local_slabs
@@ -95,7 +93,7 @@ class Saving:
 def open_saving(run: RunContext, lock: RunLock, log: Log | None, newest: Path | None) -> Iterator[Saving]:
     """Begin to save. newest: the checkpoint that the run goes on from. Collective over the mesh."""
     config = run.config.checkpoint
-    comm = MPI.Intracomm(run.mesh.world.Dup())
+    comm = run.mesh.world.Dup()
     retention = Retention(run.run_folder / "checkpoints")
     background = Background(comm, config, lock.check, lambda: retention.tidy(config))
     saving = Saving(run, run.residuals() if config.feedback else None, background, log, newest)

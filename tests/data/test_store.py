@@ -9,10 +9,13 @@ import time
 import h5py
 import numpy as np
 import pytest
+import torch
 from made_up_stores import lie, put, write_store
 from pytest_mpi.parallel_assert import parallel_assert
 
 from hpcllm.cli.main import main
+from hpcllm.data.loader import Loader
+from hpcllm.data.sampler import Sampler, sample_count
 from hpcllm.data.store import LARGEST_TOKENIZER_BYTES, SPLITS, TokenStore, is_store, read_header
 from hpcllm.data.store_verify import verify
 from hpcllm.data.store_watch import StoreWatch
@@ -192,6 +195,21 @@ def test_a_bit_that_flips_while_training_is_found_where_it_was_read(tmp_path):
         saw(watch, token)
     with pytest.raises(CheckpointError, match=r"store\.h5.*bytes .* of /train/tokens, have changed"):
         saw(watch, TOKENS // 2)
+
+
+def test_a_store_that_is_cut_while_it_is_read_is_said(tmp_path):
+    """Without the look before, the batch is a SIGBUS: the rank dies, and nothing is said of the store."""
+    path = write_store(tmp_path / "store.h5", documents=1, tokens=TOKENS)
+    store = TokenStore.open(path)
+    watch, sampler = StoreWatch(store, "train"), Sampler(sample_count(TOKENS, 8), 0)
+    loader = Loader(store.tokens("train"), sampler, 8, 4, 0, 4, 1, torch.device("cpu"), watch)
+    assert loader.take(0).inputs.shape == (1, 4, 8)
+    os.truncate(path, 4096)
+    watch._length_due_s = 0.0
+    with pytest.raises(CheckpointError, match=r"store\.h5' was cut to 4,096 of [\d,]+ bytes while it is read"):
+        loader.take(4)
+    with pytest.raises(CheckpointError, match="was cut"):
+        store.verify_block_at("train", 0)
 
 
 def saw(watch, token):

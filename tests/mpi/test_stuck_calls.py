@@ -8,18 +8,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-from hpcllm.mpi import stuck_calls, wait
+from hpcllm.mpi import meeting_comm, stuck_calls, wait
+from hpcllm.mpi.meeting_comm import COLLECTIVES, MAKERS, MeetingComm, plain
 from hpcllm.mpi.stuck_calls import LOOKS, StuckCalls
 from tests.system.test_job import ROOT, environment, launcher
 
 LIMIT_S = 60.0
 STOPPED = """
 import os, signal, sys
+import numpy
 where = sys.argv[1]
 rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
 def stop_at(here):
@@ -31,6 +34,13 @@ def command(world):
     from hpcllm.mpi.collective_errors import on_root
     stop_at("on_root")
     on_root(world, lambda: 1)
+    stop_at("bcast")
+    world.bcast(1)
+    part = world.Split(0, world.rank)
+    stop_at("Allreduce")
+    part.Allreduce(numpy.ones(1), numpy.ones(1))
+    stop_at("Dup")
+    part.Dup()
     return 0
 code = run_job(command, 1.0)
 stop_at("MPI_Finalize")
@@ -38,7 +48,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("where", ["MPI_Init", "on_root", "MPI_Finalize"])
+@pytest.mark.parametrize("where", ["MPI_Init", "on_root", "bcast", "Allreduce", "Dup", "MPI_Finalize"])
 def test_a_rank_that_stops_at_any_time_ends_the_job_with_its_words(where):
     start = time.monotonic()
     done = subprocess.run(
@@ -51,9 +61,22 @@ def test_a_rank_that_stops_at_any_time_ends_the_job_with_its_words(where):
         timeout=LIMIT_S,
     )
     assert done.returncode != 0
-    said = f"the job ends: {where} does not return" if where != "on_root" else r"rank 1 \(.*\) has not answered"
+    said = f"the job ends: {where} does not return" if "MPI" in where else r"rank 1 \(.*\) has not answered"
     assert re.search(said, done.stderr), done.stderr
     assert time.monotonic() - start < 20
+
+
+def test_every_blocking_collective_of_a_command_has_a_name_and_a_limit():
+    """MPI has a twin of each that does not block: by these they are known."""
+    own = {name for name in dir(MPI.Intracomm) if f"I{name.lower()}" in dir(MPI.Intracomm)}
+    own = {name for name in own if "end" not in name.lower() and "recv" not in name.lower() and "probe" not in name}
+    assert own - {"Probe", "Agree", "Flush_buffer", "Shrink"} <= {*COLLECTIVES, *MAKERS}
+    comm = MeetingComm(MPI.COMM_SELF)
+    for made in (comm.Dup(), comm.Split(0, 0), comm.Split_type(MPI.COMM_TYPE_SHARED), comm.Create(comm.group)):
+        assert type(made) is MeetingComm
+        assert made.allreduce(3) == 3
+        assert type(plain(made)) is MPI.Intracomm
+        made.Free()
 
 
 def looked_at(block: Callable[[threading.Event], None]) -> str:
@@ -81,30 +104,39 @@ def test_what_takes_long_but_is_no_call_of_mpi_is_left_alone():
         assert looked_at(block) == ""
 
 
-def test_a_blocking_call_is_named_by_its_source(tmp_path, monkeypatch):
-    """A receive of a message that is sent at the end only."""
+def late_receive(tmp_path, monkeypatch, comm: MPI.Intracomm, call: str) -> str:
+    """What is found of a thread in `comm.CALL(into, 0, tag=7)`, which takes a message that is sent at the end only."""
     source = tmp_path / "a place.py"
-    source.write_text("def receive(comm, into):\n    comm.Recv(\n        into, 0, tag=7)\n")
+    source.write_text(f"def receive(comm, into):\n    comm.{call}(\n        into, 0, tag=7)\n")
     monkeypatch.setattr(stuck_calls, "PACKAGE", str(tmp_path))
     names: dict[str, Callable[..., None]] = {}
     exec(compile(source.read_text(), str(source), "exec"), names)
-    comm, end = MPI.COMM_SELF, threading.Event()
-
-    def block(_: threading.Event) -> None:
-        names["receive"](comm, np.empty(1))
-
-    thread = threading.Thread(target=lambda: (end.wait(), comm.Send(np.ones(1), 0, 7)))
-    thread.start()
-    calls, found = StuckCalls(), ""
-    receiver = threading.Thread(target=block, args=(end,), daemon=True)
+    end = threading.Event()
+    sender = threading.Thread(target=lambda: (end.wait(), MPI.COMM_SELF.Send(np.ones(1), 0, 7)))
+    receiver = threading.Thread(target=lambda: names["receive"](comm, np.empty(1)), daemon=True)
+    sender.start()
     receiver.start()
+    calls, found = StuckCalls(), ""
     for _ in range(3 * LOOKS):
         time.sleep(0.01)
         found = found or calls.look(0.1, time.monotonic())
     end.set()
     receiver.join()
-    thread.join()
+    sender.join()
+    return found
+
+
+def test_a_blocking_call_is_named_by_its_source(tmp_path, monkeypatch):
+    found = late_receive(tmp_path, monkeypatch, MPI.COMM_SELF, "Recv")
     assert re.search(r"has not returned for 0 s from `comm.Recv\( into, 0, tag=7\)` \(a place.py:", found), found
+
+
+def test_a_collective_that_hangs_though_all_have_come_is_named_by_who_called_it(tmp_path, monkeypatch):
+    """A bcast whose MPI call is a receive, as no collective of one rank hangs."""
+    monkeypatch.setattr(meeting_comm, "MPI", SimpleNamespace(Intracomm=SimpleNamespace(bcast=MPI.Intracomm.Recv)))
+    monkeypatch.setattr(MeetingComm, "bcast", meeting_comm._meeting("bcast"))
+    found = late_receive(tmp_path, monkeypatch, MeetingComm(MPI.COMM_SELF), "bcast")
+    assert re.search(r"has not returned for 0 s from `comm.bcast\( into, 0, tag=7\)` \(a place.py:", found), found
 
 
 def test_an_abort_that_does_not_return_ends_the_process_all_the_same():

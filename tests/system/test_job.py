@@ -113,6 +113,17 @@ def test_a_rank_that_fails_alone_ends_the_job_and_says_who_it_is(failure, said, 
     assert seconds < 30
 
 
+@pytest.mark.parametrize("number", ["SIGSEGV", "SIGBUS"])
+def test_a_rank_that_crashes_says_who_it_is_in_its_stack(number):
+    start = "import os, signal; from hpcllm.system import diagnostics; diagnostics.start()"
+    crash = f"os.kill(os.getpid(), signal.{number}) if world.rank == 1 else time.sleep(300)"
+    code, _, err, seconds = job(f"{start}; {crash}")
+    assert code not in (0, None)
+    assert "in hpcllm: rank 1 of 2 on " in err
+    assert "in hpcllm: rank 0" not in err
+    assert seconds < 30
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_first_signal_sets_a_flag_and_what_was_there_before_comes_back(number):
     before = signal.getsignal(number)
