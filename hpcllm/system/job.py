@@ -43,7 +43,10 @@ TO_BE_CONTINUED = 75  # exit code of a run that stopped with a checkpoint; EX_TE
 INSIST_S = 1.0  # one Ctrl-C may reach a rank twice, from the terminal and from the launcher
 GATHER_LIMIT_S = 2.0  # for ranks that make the same mistake to find each other
 ABORT_S = 5.0  # for an abort to end this process; with a link down Open MPI's never returns
-ABORT_FILE = "HPCLLM_ABORTED"  # variable: a file for the exit code, by which launch.sh ends an mpirun that stays
+# variable: a file for launch.sh. "running": rank 0 has not come to its end, so an mpirun that ends with 0 has lost its
+# host or another; a number: the exit code of an abort, after which mpirun may have to be ended
+ABORT_FILE = "HPCLLM_ABORTED"
+RUNNING = "running"
 FORWARD_S = 0.5  # for the launcher to pass our last words on: an abort can overtake them
 # where launchers say how many ranks they started: Open MPI and PRRTE, MPICH and Cray PALS, srun, flux run
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "FLUX_JOB_SIZE")
@@ -136,6 +139,8 @@ def start_mpi(limit_s: float) -> MPI.Intracomm:
     world: MPI.Intracomm = mpi.COMM_WORLD
     job_waits.limit_s = limit_s
     watch_calls(job_waits, world.rank, lambda message: _abort(world, message, 1))
+    if world.rank == 0:
+        _tell_launch_script(RUNNING)
     atexit.unregister(_finalize)
     atexit.register(_finalize)
     return world
@@ -149,17 +154,22 @@ def _finalize() -> None:
 
     if MPI.Is_initialized() and not MPI.Is_finalized():
         words = "the job ends: MPI_Finalize does not return, as a rank has not come to it"
+        rank = MPI.COMM_WORLD.rank
         call_within(job_waits.limit_s, words, MPI.Finalize)
+        if rank == 0:
+            _tell_launch_script("")
 
 
 def _watched(command: Callable[[MPI.Intracomm], int], world: MPI.Intracomm) -> int:
     """Run the command on a copy of the world, under a watchdog if there is anybody to wait for."""
     from hpcllm.mpi.meeting_comm import MeetingComm
+    from hpcllm.mpi.wait import meet
     from hpcllm.mpi.watchdog import open_watchdog
 
     if world.size == 1:
         return command(world.Dup())
-    copy = MeetingComm(world).Dup()
+    meet(world, "to start")
+    copy = MeetingComm(world.Dup())
     with open_watchdog(copy, lambda _: ""):
         return command(copy)
 
@@ -196,9 +206,15 @@ def _end_soon(code: int) -> None:
     """End this process ABORT_S from now if MPI_Abort does not; it keeps the GIL, so no thread of Python could."""
     nowhere = open(os.devnull, "w")  # noqa: SIM115 - for a traceback that nobody needs, as long as the process lives
     faulthandler.dump_traceback_later(ABORT_S, exit=True, file=nowhere)
-    if path := os.environ.get(ABORT_FILE):
-        with contextlib.suppress(OSError):
-            Path(path).write_text(f"{code}\n", encoding="ascii")
+    _tell_launch_script(str(code))
+
+
+def _tell_launch_script(word: str) -> None:
+    """Write to the file of ABORT_FILE, if a launch script has made one on this host."""
+    path = Path(os.environ.get(ABORT_FILE) or os.devnull)
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            path.write_text(f"{word}\n" if word else "", encoding="ascii")
 
 
 @dataclass

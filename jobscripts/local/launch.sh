@@ -29,7 +29,7 @@ hpcllm_mpirun() { # does not return
     "hpcllm_$(hpcllm_family)" "$ranks" "$@"
 }
 
-hpcllm_abort_file() { # exports HPCLLM_ABORTED: an empty file, into which a rank that aborts writes the job's exit code
+hpcllm_abort_file() { # exports HPCLLM_ABORTED: an empty file; rank 0 writes "running", a rank that aborts the exit code
     HPCLLM_ABORTED=$(mktemp "${TMPDIR:-/tmp}/hpcllm-aborted-XXXXXX") || HPCLLM_ABORTED=""
     export HPCLLM_ABORTED
 }
@@ -39,7 +39,7 @@ hpcllm_end_after_abort() { # PID COMMAND...: run COMMAND, which kills, if PID st
     shift
     while kill -0 "$pid" 2>/dev/null; do
         sleep 1 >/dev/null 2>&1 # which, left behind for a second, shall keep nobody's pipe open
-        if [ -s "$HPCLLM_ABORTED" ] && [ $((left -= 1)) -le 0 ]; then
+        if grep -q '^[0-9]' "$HPCLLM_ABORTED" 2>/dev/null && [ $((left -= 1)) -le 0 ]; then
             echo "hpcllm: mpirun did not end after a rank aborted the job, as when a host is out of reach; ended by force" >&2
             "$@"
             return
@@ -58,6 +58,15 @@ hpcllm_exit_code() { # CODE: that of mpirun, unless a rank has aborted with anot
     local code=""
     read -r code <"$HPCLLM_ABORTED" || :
     rm -f "$HPCLLM_ABORTED"
+    case $code in
+        running)
+            code=$1
+            if [ "$code" = 0 ]; then # Open MPI's, when it loses a host
+                echo "hpcllm: mpirun ended with exit code 0, but rank 0 has not come to its end: a host was lost" >&2
+                code=1
+            fi
+            ;;
+    esac
     echo "${code:-$1}"
 }
 

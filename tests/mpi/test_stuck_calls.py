@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -147,11 +148,36 @@ def test_an_abort_that_does_not_return_ends_the_process_all_the_same():
     )
     start = time.monotonic()
     path = f"/tmp/hpcllm aborted {time.time_ns()}"
+    Path(path).touch()
     done = subprocess.run([sys.executable, "-c", script], env=environment() | {"HPCLLM_ABORTED": path}, cwd=ROOT)
     assert done.returncode == 1
     assert time.monotonic() - start < 10
     with open(path) as file:
         assert file.read() == "3\n"
+
+
+@pytest.mark.parametrize(("word", "code", "becomes"), [("running", 0, 1), ("running", 9, 9), ("", 0, 0), ("3", 0, 3)])
+def test_an_mpirun_that_ends_with_0_before_rank_0_does_has_failed(tmp_path, word, code, becomes):
+    """Open MPI's, when it loses a host. Commands that are none of ours write nothing."""
+    script = f""". jobscripts/local/launch.sh; hpcllm_abort_file; echo {word} >"$HPCLLM_ABORTED"
+    hpcllm_exit_code {code}; [ ! -e "$HPCLLM_ABORTED" ]"""
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment() | {"TMPDIR": str(tmp_path)}, cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, f"{becomes}\n"), done.stderr
+    assert ("a host was lost" in done.stderr) == (word == "running" and code == 0)
+
+
+def test_the_launch_script_hears_whether_rank_0_has_come_to_its_end(tmp_path):
+    script = "from hpcllm.system.job import run_job; print(run_job(lambda world: print(open(PATH).read()) or 0))"
+    path = tmp_path / "aborted"
+    path.touch()
+    done = subprocess.run(
+        [*launcher(2), sys.executable, "-c", script.replace("PATH", repr(str(path)))],
+        env=environment() | {"HPCLLM_ABORTED": str(path)}, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert "running" in done.stdout, done.stderr
+    assert path.read_text() == ""
 
 
 def test_a_launch_script_ends_what_stays_after_an_abort(tmp_path):
