@@ -44,6 +44,7 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 from hpcllm.pipeline.actions import Action, B, F, I, Op, Placement, W
 
@@ -65,13 +66,19 @@ def interleaved(placement: Placement, microbatches: int, rank: int) -> Iterator[
     A group has as many microbatches as there are ranks, or some more each if they do not divide: with fewer, the last
     rank's next forward pass would come behind a backward pass that waits for it.
     """
-    ranks, chunks = placement.ranks, range(placement.chunks)
+    ranks, chunks = placement.ranks, placement.chunks
+    stride = 2 if chunks > 1 else 1  # alternating, a rank starts a chunk every second tick
+    warmup = stride * (ranks - 1 - rank) + (chunks - 1) * len(_groups(microbatches, ranks)[0])
+    yield from _alternate(warmup, *_rounds(ranks, chunks, microbatches))
+
+
+@lru_cache(maxsize=2)
+def _rounds(ranks: int, chunks: int, microbatches: int) -> tuple[list[Action], list[Action]]:
+    """List the forward and the backward passes, the same of all ranks: a group through all chunks, then the next."""
     groups = _groups(microbatches, ranks)
-    forwards = [Action(F, m, chunk) for group in groups for chunk in chunks for m in group]
-    backwards = [Action(B, m, chunk) for group in groups for chunk in reversed(chunks) for m in group]
-    stride = 2 if placement.chunks > 1 else 1  # alternating, a rank starts a chunk every second tick
-    warmup = stride * (ranks - 1 - rank) + (placement.chunks - 1) * len(groups[0])
-    yield from _alternate(warmup, forwards, backwards)
+    forwards = [Action(F, m, chunk) for group in groups for chunk in range(chunks) for m in group]
+    backwards = [Action(B, m, chunk) for group in groups for chunk in reversed(range(chunks)) for m in group]
+    return forwards, backwards
 
 
 def zb_h1(placement: Placement, microbatches: int, rank: int) -> Iterator[Action]:

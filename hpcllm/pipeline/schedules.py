@@ -160,14 +160,22 @@ def _row_with_messages(row: Sequence[Done], sent: set[Event]) -> tuple[Action, .
     ends = [0.0, *(done.end for done in row)]
     for place, done in enumerate(row):
         if done.source and done.source[0] != done.rank:
-            in_time = bisect_right(ends, done.made) - 1  # the last piece of work before which is early enough
-            receives[max(0, min(place - 1, in_time))].append(done.action.message(RECEIVES))
+            receives[posted_at(place, done.made, ends)].append(done.action.message(RECEIVES))
     actions: list[Action] = []
     due: list[Action] = []  # the send of the work before
     for done, posted in zip(row, receives, strict=True):
         actions += [*posted, *due, done.action]
         due = [done.action.message(SENDS)] if (done.rank, done.action) in sent else []
     return (*actions, *due)
+
+
+def posted_at(place: int, made: float, free: Sequence[float]) -> int:
+    """The place among a rank's pieces of work before which it posts the receive for the one at `place`.
+
+    made: when the message leaves, at the earliest; free: when the rank can begin each of its pieces of work.
+    """
+    in_time = bisect_right(free, made) - 1  # the last piece of work before which is early enough
+    return max(0, min(place - 1, in_time))
 
 
 HEADER = ("schedule", "ranks", "chunks", "placement", "microbatches")

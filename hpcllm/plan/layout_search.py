@@ -17,7 +17,8 @@ import bisect
 import heapq
 import itertools
 import math
-from collections import Counter
+import operator
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from hpcllm.errors import ConfigError, UserError
-from hpcllm.model.shapes import StageSpan
 from hpcllm.plan.layout_space import RECOMPUTE, Constraints, Space, parse_constraints
 from hpcllm.plan.layouts import Layout, Shard
 from hpcllm.plan.machine import Machine, read_machine
@@ -33,9 +33,13 @@ from hpcllm.plan.memory.predict import SHARDS, first_rank_bound, lower_bound, st
 from hpcllm.plan.models import HALVED, Model, StageKind, read_model
 from hpcllm.plan.prediction import Prediction, Step, StepCache
 from hpcllm.plan.run_config import check_fit
+from hpcllm.plan.time.network import Collective
 from hpcllm.plan.time.passes import Passes
-from hpcllm.plan.time.timeline import earliest_ends
 
+Key = tuple[Any, ...]
+# keys that a search chooses and that decide what passes do, beside the halves of HALVED
+_decides_collectives = operator.attrgetter("dp", "pp", "tp", "order", "precision", "policy")
+_of_passes = operator.attrgetter("tp", "micro_batch", "recompute", "sequence_parallel", "precision", "policy")
 HEADROOM = 0.1  # share of usable memory that stays free: error of its prediction, fragments, other libraries
 MOST_DEVICES = 1 << 22
 
@@ -119,12 +123,14 @@ class _State:
     def __init__(self, space: Space, top: int) -> None:
         self.space, self.top = space, top
         self.room = (1 - HEADROOM) * space.machine.device.usable_bytes
-        self.whole_model = StageSpan(0, space.model.shape.layers, True, True)
+        self.whole_model: StageKind = (space.model.shape.layers, True, True)
         self.found: list[tuple[tuple[float, ...], Prediction]] = []  # sorted
         self.counts: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
         self.nearest: tuple[float, Layout] | None = None  # bytes needed
-        self._passes: dict[Layout, dict[StageKind, Passes]] = {}
+        self._passes: defaultdict[Key, dict[StageKind, Passes]] = defaultdict(dict)
+        self._collectives: defaultdict[Key, dict[Collective, float]] = defaultdict(dict)
+        self._caches: dict[Key, StepCache] = {}
         self._work_s: dict[tuple[int, int], float] = {}
 
     def is_over(self, bound_s: float) -> bool:
@@ -168,31 +174,26 @@ class _State:
         """Choose the schedule; count its longest chain of work and messages over stages."""
         layout, shards = flavour.layout, self.space.shards(flavour.layout)
         least = replace(layout, shard=shards[-1], recompute=self.space.recompute[-1])
-        halved = self.step(replace(layout, schedule=HALVED[0])).cache
         for schedule, chunks in self.space.schedules(layout):
             smallest = replace(least, schedule=schedule, chunks=chunks)
             needed = lower_bound(self.space.model, smallest, self.space.global_batch)
             if needed > self.room:
                 self._does_not_fit(len(shards), needed, smallest)
                 continue
-            cache = halved if schedule in HALVED else flavour.cache
-            step = self.step(replace(layout, schedule=schedule, chunks=chunks), cache)
-            ends = _ends(step)
-            yield _Entry(max(ends), len(shards), partial(self._shards, step, shards, ends))
+            step = self.step(replace(layout, schedule=schedule, chunks=chunks))
+            yield _Entry(max(step.earliest_ends), len(shards), partial(self._shards, step.layout, shards))
 
-    def _shards(self, scheduled: Step, shards: list[Shard], ends: Sequence[float]) -> Iterator[_Entry]:
+    def _shards(self, scheduled: Layout, shards: list[Shard]) -> Iterator[_Entry]:
         """Choose the shard; count what each rank does after its passes."""
         for shard in shards:
-            yield from self._leaf(self.step(replace(scheduled.layout, shard=shard), scheduled.cache), ends)
+            yield from self._leaf(self.step(replace(scheduled, shard=shard)))
 
-    def _leaf(self, step: Step, ends: Sequence[float] | None = None) -> Iterable[_Entry]:
+    def _leaf(self, step: Step) -> Iterable[_Entry]:
         """Bound one layout, or the next one that recomputes more and may fit; nothing if none may fit."""
         needed = lower_bound(step.model, step.layout, step.global_batch)
         if needed > self.room:
             return self._with_less_memory(step, needed)
-        if ends is None:
-            ends = _ends(step)
-        bound_s = max(rank.step_s(end_s) for end_s, rank in zip(ends, step.ranks, strict=True))
+        bound_s = max(rank.step_s(end_s) for end_s, rank in zip(step.earliest_ends, step.ranks, strict=True))
         return [_Entry(bound_s, 1, partial(self._predict, step))]
 
     def _with_less_memory(self, step: Step, needed: float) -> Iterable[_Entry]:
@@ -221,10 +222,13 @@ class _State:
             bisect.insort(self.found, (_order(predicted), predicted), key=lambda pair: pair[0])
         return []
 
-    def step(self, layout: Layout, cache: StepCache | None = None) -> Step:
-        """Make the step of a layout; passes of layouts that need the same are worked out once."""
+    def step(self, layout: Layout) -> Step:
+        """Make the step of a layout; what layouts have in common is worked out once."""
+        key = _decides_times(layout)
+        cache = self._caches.get(key)
         if cache is None:
-            cache = StepCache(self._passes.setdefault(_decides_passes(layout, self.space.machine), {}))
+            passes, collectives = _decides_passes(layout, self.space.machine), _decides_collectives(layout)
+            cache = self._caches[key] = StepCache(self._passes[passes], self._collectives[collectives])
         return Step(self.space.machine, self.space.model, layout, self.space.global_batch, cache)
 
     def _does_not_fit(self, layouts: int, needed: float, layout: Layout) -> None:
@@ -248,15 +252,15 @@ class _State:
         )
 
 
-def _ends(step: Step) -> list[float]:
-    return earliest_ends(step.layout.schedule, step.placement, step.microbatches, step.times)
+def _decides_times(layout: Layout) -> Key:
+    """Return all that the times of passes and messages may depend on, of the keys that a search chooses."""
+    return layout.dp, layout.pp, layout.order, *_of_passes(layout), layout.schedule in HALVED
 
 
-def _decides_passes(layout: Layout, machine: Machine) -> Layout:
-    """Reset all keys that do not change the times of passes: where tp ranks share a node, only a few do."""
-    alike = replace(layout, schedule=HALVED[0] if layout.schedule in HALVED else "1f1b", chunks=1, shard="none")
+def _decides_passes(layout: Layout, machine: Machine) -> Key:
+    """Return all that the times of passes depend on: where tp ranks share a node, no other axis."""
     apart = layout.tp > machine.device.per_node or not layout.order.startswith("tp")
-    return alike if apart else replace(alike, dp=1, pp=1, order=Layout.order)
+    return _decides_times(layout)[0 if apart else 3 :]
 
 
 def _rounded(seconds: float) -> float:

@@ -183,7 +183,7 @@ class Space:
                 if fits and (chunks in usual or schedule == "interleaved"):
                     yield schedule, chunks
 
-    @property
+    @cached_property
     def recompute(self) -> list[Recompute]:
         """Levels of recomputation, from the least work to the least memory."""
         return sorted(self.constraints.choices("recompute", RECOMPUTE), key=RECOMPUTE.index)

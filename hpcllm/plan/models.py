@@ -142,10 +142,21 @@ def placement_of(layout: Layout) -> Placement:
 
 def stage_spans(model: Model, layout: Layout) -> tuple[StageSpan, ...]:
     """Cut the model's blocks into virtual stages."""
-    return tuple(_cut(model.shape, layout.pp * layout.chunks, layout.trainer == "hpcllm"))
+    return cut(model.shape, layout.pp * layout.chunks, layout.trainer == "hpcllm")
 
 
 @lru_cache(maxsize=1 << 10)
+def cut(shape: ModelConfig, stages: int, by_cost: bool) -> tuple[StageSpan, ...]:
+    """Cut blocks into virtual stages. by_cost: as our trainer does; else as Megatron-LM does."""
+    return tuple(_cut(shape, stages, by_cost))
+
+
+@lru_cache(maxsize=1 << 10)
+def fewest_blocks(shape: ModelConfig, stages: int, by_cost: bool) -> int:
+    """Return the blocks of the emptiest virtual stage."""
+    return min(span.last_block - span.first_block for span in cut(shape, stages, by_cost))
+
+
 def _cut(shape: ModelConfig, stages: int, by_cost: bool) -> list[StageSpan]:
     if by_cost:
         return split_layers(shape, stages)

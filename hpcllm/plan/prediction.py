@@ -18,6 +18,7 @@ from typing import Any
 
 from hpcllm.model.shapes import StageSpan
 from hpcllm.pipeline.actions import Placement
+from hpcllm.plan.alike import Alike, alike
 from hpcllm.plan.interval import interval_s
 from hpcllm.plan.layouts import Layout, parse_step
 from hpcllm.plan.machine import Machine, read_machine
@@ -26,17 +27,15 @@ from hpcllm.plan.models import (
     Model,
     StageKind,
     held_parameters,
-    homes_of,
-    kind_of,
-    kinds_of,
     placement_of,
     read_model,
+    spans_like,
     stage_spans,
 )
 from hpcllm.plan.run_config import check_fit
-from hpcllm.plan.time.network import Network
+from hpcllm.plan.time.network import Collective, Network
 from hpcllm.plan.time.passes import Passes, ends_s, exchange, hideable_s, optimizer_s, passes
-from hpcllm.plan.time.timeline import StageTimes, run
+from hpcllm.plan.time.timeline import StageTimes, earliest_ends, run
 from hpcllm.plan.time.topology import Way
 
 ROUNDING = 1e-9  # share of a step: rounding error of sums of many terms
@@ -121,9 +120,10 @@ class StepCache:
     """Times shared by steps whose layouts differ in schedule, chunks and shard; halved schedules have their own."""
 
     passes: dict[StageKind, Passes] = field(default_factory=dict)
-    times: dict[tuple[StageKind, float, float], StageTimes] = field(default_factory=dict)
-    messages: dict[tuple[int, int], float] = field(default_factory=dict)  # seconds from one pipeline rank to another
-    ways: dict[Way, float] = field(default_factory=dict)  # seconds by path
+    collectives: dict[Collective, float] = field(default_factory=dict)
+    messages: dict[Way, float] = field(default_factory=dict)  # seconds by path
+    bounds: dict[tuple[str, int], list[float]] = field(default_factory=dict)  # by schedule and chunks
+    runs: dict[tuple[str, int, bool], list[float]] = field(default_factory=dict)  # and with messages or without
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Step:
 
     @cached_property
     def network(self) -> Network:
-        return Network(self.machine, self.layout)
+        return Network(self.machine, self.layout, self.cache.collectives)
 
     @cached_property
     def placement(self) -> Placement:
@@ -153,43 +153,46 @@ class Step:
         return stage_spans(self.model, self.layout)
 
     @cached_property
+    def alike(self) -> Alike:
+        return alike(self.model, self.layout, self.machine.device)
+
+    @cached_property
     def passes(self) -> list[Passes]:
         """Times of a microbatch through each virtual stage."""
-        return [self.passes_of(span) for span in self.spans]
+        each = [self.passes_of(one.kind) for one in self.alike.stages]
+        return [each[place] for place in self.alike.of_stages]
 
-    def passes_of(self, span: StageSpan) -> Passes:
-        """Return the times of a microbatch through a stage like this one."""
-        kind, cache = kind_of(span), self.cache.passes
+    def passes_of(self, kind: StageKind) -> Passes:
+        """Return the times of a microbatch through a stage of this kind."""
+        cache = self.cache.passes
         if kind not in cache:
+            (span,) = spans_like([kind])
             cache[kind] = passes(self.model, self.layout, span, self.machine, self.network)
         return cache[kind]
 
     @cached_property
     def times(self) -> list[StageTimes]:
         """Times of each virtual stage, with the messages between stages."""
-        homes = homes_of(self.placement)
-        around = zip(self.spans, homes, (*homes[1:], homes[-1]), (homes[0], *homes[:-1]), strict=True)
-        found, cache = [], self.cache.times
-        for span, here, after, before in around:
-            sends = self._message_s(here, after), self._message_s(here, before)
-            key = (kind_of(span), *sends)
-            if key not in cache:
-                cache[key] = _times(self.passes_of(span), *sends)
-            found.append(cache[key])
-        return found
+        each = [
+            _times(self.passes_of(one.kind), self._message_s(one.after), self._message_s(one.before))
+            for one in self.alike.stages
+        ]
+        return [each[place] for place in self.alike.of_stages]
 
     @cached_property
     def ranks(self) -> list[RankTimes]:
         """Times of each pipeline rank besides its schedule."""
-        found: dict[tuple[StageKind, ...], RankTimes] = {}
-        every = []
-        for rank in range(self.layout.pp):
-            kinds = kinds_of(self.spans, self.placement, rank)
-            if kinds not in found:
-                stages = (self.placement.stage(rank, chunk) for chunk in range(self.placement.chunks))
-                found[kinds] = self._rank(kinds, [self.passes[stage] for stage in stages])
-            every.append(found[kinds])
-        return every
+        each = [self._rank(kinds, [self.passes_of(kind) for kind in kinds]) for kinds in self.alike.ranks]
+        return [each[place] for place in self.alike.of_ranks]
+
+    @property
+    def earliest_ends(self) -> list[float]:
+        """Seconds before which no pipeline rank has done its passes."""
+        layout, cache = self.layout, self.cache.bounds
+        key = layout.schedule, layout.chunks
+        if key not in cache:
+            cache[key] = earliest_ends(layout.schedule, self.placement, self.microbatches, self.times)
+        return cache[key]
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
@@ -197,7 +200,7 @@ class Step:
 
     def predict(self) -> Prediction:
         """Run the schedule without messages and with them."""
-        without, with_messages = self._run([_times(one, 0.0, 0.0) for one in self.passes]), self._run(self.times)
+        without, with_messages = self._ends(with_messages=False), self._ends(with_messages=True)
         ends = [rank.step_s(end_s) for end_s, rank in zip(with_messages, self.ranks, strict=True)]
         last = max(range(len(ends)), key=ends.__getitem__)
         rank, end_s = self.ranks[last], with_messages[last]
@@ -224,19 +227,25 @@ class Step:
             busier=work_s[busiest] * len(work_s) / sum(work_s) - 1.0,
         )
 
-    def _run(self, times: list[StageTimes]) -> list[float]:
-        layout = self.layout
-        return run(layout.schedule, layout.pp, layout.chunks, self.microbatches, times, layout.trainer != "hpcllm")
+    def _ends(self, with_messages: bool) -> list[float]:
+        """Run the schedule; return when each pipeline rank has done its passes."""
+        layout, cache = self.layout, self.cache.runs
+        key = layout.schedule, layout.chunks, with_messages
+        if key not in cache:
+            times = self.times if with_messages else [_times(one, 0.0, 0.0) for one in self.passes]
+            blocking = layout.trainer != "hpcllm"
+            cache[key] = run(layout.schedule, layout.pp, layout.chunks, self.microbatches, times, blocking)
+        return cache[key]
 
-    def _message_s(self, source: int, target: int) -> float:
+    def _message_s(self, path: Way | None) -> float:
         """Return the seconds of a message of hidden states, or their gradients, between two pipeline ranks."""
-        messages, ways = self.cache.messages, self.cache.ways
-        if (source, target) not in messages:
-            path = self.network.way(source, target)
-            if source != target and path not in ways:
-                ways[path] = self.network.message_s(message_bytes(self.model, self.layout), source, target)
-            messages[source, target] = ways[path] if source != target else 0.0
-        return messages[source, target]
+        if path is None:
+            return 0.0
+        cache = self.cache.messages
+        if path not in cache:
+            size = message_bytes(self.model, self.layout)
+            cache[path] = self.network.message_s(size, *self.alike.messages[path])
+        return cache[path]
 
     def _rank(self, kinds: tuple[StageKind, ...], mine: list[Passes]) -> RankTimes:
         layout, microbatches = self.layout, self.microbatches

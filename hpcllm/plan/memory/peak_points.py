@@ -13,41 +13,36 @@ as one of a few more than its ranks, but for gpipe. Pure.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
-from hpcllm.pipeline.actions import COMPUTE, Action, Op, other_end
-from hpcllm.pipeline.schedules import Schedule, make_schedule
+from hpcllm.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Op, Placement, other_end
+from hpcllm.pipeline.schedules import ORDER_DURATIONS, Schedule, posted_at
 from hpcllm.plan.layouts import Layout
 from hpcllm.plan.memory.sizes import Use
 from hpcllm.plan.models import Model, StageKind, kinds_of, placement_of, stage_spans
+from hpcllm.plan.numbered_work import NumberedWork, numbered_work
 
+# op and chunk of a pass; messages that its rank begins to receive, and to send, between the pass before and this one
+Turn = tuple[Op, int, int, int]
 TURNS = 3  # turns of as many microbatches as ranks, until a schedule is as full as it gets
 
 
-@dataclass(frozen=True)
-class PeakPoint:
-    """Counts when a pass begins: for each chunk, microbatches held, and how many of those are half gone back."""
+class PeakPoint(NamedTuple):
+    """Counts when a pass begins: for each kind of chunk, microbatches held, how many of them are half gone back."""
 
     op: Op
-    chunk: int
+    chunk: int  # its kind, numbered without repeats
     held: tuple[int, ...]
     halves: tuple[int, ...]
     messages: int
 
-    def merged(self, alike: tuple[int, ...]) -> PeakPoint:
-        """Count chunks that are alike as one: alike[chunk] is the first such one, numbered without repeats."""
-        held, halves = [0] * (max(alike) + 1), [0] * (max(alike) + 1)
-        for chunk, joint in enumerate(alike):
-            held[joint] += self.held[chunk]
-            halves[joint] += self.halves[chunk]
-        return PeakPoint(self.op, alike[self.chunk], tuple(held), tuple(halves), self.messages)
-
     def is_below(self, other: PeakPoint) -> bool:
         """Return True if it can never be the larger of two points that differ in microbatches and messages only."""
-        fewer = all(mine <= theirs for mine, theirs in zip(self.held, other.held, strict=True))
-        return fewer and self.messages <= other.messages
+        return self.messages <= other.messages and all(map(operator.le, self.held, other.held))
 
 
 @dataclass(frozen=True)
@@ -92,18 +87,12 @@ def layout_points(
 def schedule_points(
     name: str, ranks: int, microbatches: int, rank: int, alike: tuple[int, ...]
 ) -> tuple[PeakPoint, ...]:
-    """Find the points of a rank in a schedule by name. alike: of its chunks, as in PeakPoint.merged.
+    """Find the points of a rank in a schedule by name that may be the largest. alike: the kind of each of its chunks.
 
     Raises ScheduleError.
     """
-    few = _few(name, ranks, microbatches)
-    return _largest(point.merged(alike) for point in _all_points(name, ranks, few, len(alike))[rank])
-
-
-@lru_cache(maxsize=256)
-def _all_points(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tuple[PeakPoint, ...], ...]:
-    schedule = make_schedule(name, ranks, microbatches, chunks)
-    return tuple(points_of(schedule, rank) for rank in range(ranks))
+    placement, turns = _all_turns(name, ranks, _few(name, ranks, microbatches), len(alike))
+    return _largest(_walk(placement, rank, turns[rank], alike))
 
 
 def _few(name: str, ranks: int, microbatches: int) -> int:
@@ -117,83 +106,92 @@ def _few(name: str, ranks: int, microbatches: int) -> int:
 
 
 def points_of(schedule: Schedule, rank: int) -> tuple[PeakPoint, ...]:
-    """Find all points of a rank that may be the largest."""
-    return _largest(_walk(schedule, rank))
+    """Find the points of a rank that may be the largest; each of its chunks is a kind of its own."""
+    placement = schedule.placement
+    return _largest(_walk(placement, rank, _turns(schedule.actions[rank]), range(placement.chunks)))
 
 
 def _largest(points: Iterable[PeakPoint]) -> tuple[PeakPoint, ...]:
-    kinds: dict[tuple[Op, int, tuple[int, ...]], dict[PeakPoint, None]] = {}
-    for point in points:
-        kinds.setdefault((point.op, point.chunk, point.halves), {})[point] = None
+    kinds: dict[tuple[Op, int, tuple[int, ...]], list[PeakPoint]] = {}
+    for point in dict.fromkeys(points):
+        kinds.setdefault((point.op, point.chunk, point.halves), []).append(point)
     largest: list[PeakPoint] = []
     for kind in kinds.values():
         own: list[PeakPoint] = []
         for point in sorted(kind, key=lambda point: (sum(point.held), point.messages), reverse=True):
-            if not any(point.is_below(other) for other in own):
+            if not any(map(point.is_below, own)):
                 own.append(point)
         largest += own
     return tuple(largest)
 
 
-def _walk(schedule: Schedule, rank: int) -> Iterable[PeakPoint]:
-    placement = schedule.placement
-    held, halves = [0] * placement.chunks, [0] * placement.chunks
-    messages = _Messages(schedule, rank)
-    for action in schedule.actions[rank]:
-        messages.before(action)
+def _turns(actions: Iterable[Action]) -> Iterator[Turn]:
+    """Count messages from pass to pass."""
+    counts = Counter[Op]()
+    for action in actions:
+        counts[action.op] += 1
         if action.op in COMPUTE:
-            yield PeakPoint(action.op, action.chunk, tuple(held), tuple(halves), messages.count)
-            more_held, more_halves = _ADDED[action.op]
-            held[action.chunk] += more_held
-            halves[action.chunk] += more_halves
-        messages.after(action)
+            received, sent = (sum(counts[op] for op in set(ops.values())) for ops in (RECEIVES, SENDS))
+            yield action.op, action.chunk, received, sent
+            counts.clear()
+
+
+@lru_cache(maxsize=64)
+def _all_turns(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[Placement, list[list[Turn]]]:
+    """Count messages from pass to pass on all ranks of a named schedule, as with_messages orders them."""
+    work = numbered_work(name, ranks, chunks, microbatches)
+    ends = work.ends([ORDER_DURATIONS[lane.op] for lane in work.lanes])
+    sent = {lane.source for lane in work.lanes if lane.is_message}
+    return work.placement, [_turns_of(work, row, ends, sent) for row in work.rows]
+
+
+def _turns_of(work: NumberedWork, row: Sequence[int], ends: Sequence[float], sent: set[int]) -> list[Turn]:
+    free = [0.0, *(ends[number] for number in row)]  # when the rank can begin each pass at the earliest
+    lanes, made = [number // work.microbatches for number in row], [ends[work.sources[number]] for number in row]
+    received = [0] * len(row)
+    for place, lane in enumerate(lanes):
+        if work.lanes[lane].is_message:
+            received[posted_at(place, made[place], free)] += 1
+    passes = ([getattr(work.lanes[lane], key) for lane in lanes] for key in ("op", "chunk"))
+    return list(zip(*passes, received, (0, *(int(lane in sent) for lane in lanes[:-1])), strict=True))
+
+
+def _walk(placement: Placement, rank: int, turns: Iterable[Turn], alike: Sequence[int]) -> Iterator[PeakPoint]:
+    """Yield the counts when each pass begins.
+
+    Messages are hidden states and their gradients: in receive buffers, which are reused and never given back; handed
+    over between chunks of this rank, or made and not yet sent; leaving, until the next send finds them gone.
+    """
+    held, halves = [0] * (max(alike) + 1), [0] * (max(alike) + 1)
+    pool = taken = here = leaving = 0  # receive buffers, and those in use
+    effects = {(op, chunk): _effect(placement, rank, op, chunk) for chunk in range(placement.chunks) for op in COMPUTE}
+    for op, chunk, received, sent in turns:
+        taken, here = taken + received, here - sent
+        pool, leaving = max(pool, taken), leaving or min(sent, 1)
+        kind = alike[chunk]
+        yield PeakPoint(op, kind, tuple(held), tuple(halves), pool + here + leaving)
+        more_held, more_halves, more_taken, more_here = effects[op, chunk]
+        held[kind] += more_held
+        halves[kind] += more_halves
+        taken, here = taken + more_taken, here + more_here
 
 
 # what a pass adds to the microbatches held, and to those that are half gone back
 _ADDED = {Op.FORWARD: (1, 0), Op.BACKWARD: (-1, 0), Op.BACKWARD_INPUT: (0, 1), Op.BACKWARD_WEIGHT: (-1, -1)}
 
 
-@dataclass
-class _Messages:
-    """Count hidden states and their gradients at the ends of a rank's chunks: received, handed over, waiting to leave.
-
-    Receive buffers are reused and never given back; a sent message is there until the next send finds it gone.
-    """
-
-    schedule: Schedule
-    rank: int
-    pool: int = 0  # receive buffers
-    taken: int = 0  # receive buffers in use
-    here: int = 0  # handed over between chunks of this rank, or made and not yet sent
-    leaving: int = 0
-
-    @property
-    def count(self) -> int:
-        return self.pool + self.here + self.leaving
-
-    def before(self, action: Action) -> None:
-        if action.op in (Op.RECV_FORWARD, Op.RECV_BACKWARD):
-            self.taken += 1
-            self.pool = max(self.pool, self.taken)
-
-    def after(self, action: Action) -> None:
-        op, place = action.op, self.schedule.placement
-        stage = place.stage(self.rank, action.chunk)
-        is_first, is_last = stage == 0, stage == place.stages - 1
-        if op in (Op.SEND_FORWARD, Op.SEND_BACKWARD):
-            self.here, self.leaving = self.here - 1, 1
-        if op is Op.FORWARD and not is_last:
-            self.here += 1
-        if op in (Op.BACKWARD, Op.BACKWARD_INPUT) and not is_first:
-            self.here += 1
-            self._release(Op.RECV_FORWARD, action)
-        if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT) and not is_last:
-            self._release(Op.RECV_BACKWARD, action)
-
-    def _release(self, receive: Op, action: Action) -> None:
-        """Free the memory that a pass read from: a receive buffer, or a tensor of another chunk of this rank."""
-        made_by = Action(receive, action.microbatch, action.chunk)
-        if other_end(self.schedule.placement, self.rank, made_by)[0] == self.rank:
-            self.here -= 1
-        else:
-            self.taken -= 1
+def _effect(placement: Placement, rank: int, op: Op, chunk: int) -> tuple[int, int, int, int]:
+    """Return what a pass adds to microbatches held, those half gone back, receive buffers in use, messages here."""
+    stage, taken, here = placement.stage(rank, chunk), 0, 0
+    read = []  # messages that nothing needs after this pass
+    if op is Op.FORWARD and stage < placement.stages - 1:
+        here += 1
+    if op in (Op.BACKWARD, Op.BACKWARD_INPUT) and stage > 0:
+        here += 1
+        read.append(Op.RECV_FORWARD)
+    if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT) and stage < placement.stages - 1:
+        read.append(Op.RECV_BACKWARD)
+    for receive in read:
+        is_own = other_end(placement, rank, Action(receive, 0, chunk))[0] == rank
+        taken, here = taken - (not is_own), here - is_own
+    return *_ADDED[op], taken, here

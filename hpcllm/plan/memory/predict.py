@@ -42,7 +42,7 @@ from hpcllm.plan.memory.backward_pass import backward, second_half
 from hpcllm.plan.memory.forward_pass import forward
 from hpcllm.plan.memory.peak_points import PassUses, layout_points, peak, points_of
 from hpcllm.plan.memory.sizes import RankMemory, Sizes, layout_sizes
-from hpcllm.plan.models import HALVED, Model, kind_of, placement_of, spans_like, stage_spans
+from hpcllm.plan.models import HALVED, Model, fewest_blocks, kind_of, placement_of, spans_like, stage_spans
 from hpcllm.plan.resolve import layer_spans, recompute_levels
 from hpcllm.plan.run_config import config_of
 
@@ -85,7 +85,7 @@ def lower_bound(model: Model, layout: Layout, global_batch: int) -> float:
 
     Embeddings, buffers, and tensors that passes take for a while are not counted.
     """
-    blocks = min(span.last_block - span.first_block for span in stage_spans(model, layout))
+    blocks = fewest_blocks(model.shape, layout.pp * layout.chunks, by_cost=layout.trainer == "hpcllm")
     one, further = _kept_by_blocks(layout_sizes(model, layout))
     held = _held_by_first_rank(layout, layout.microbatches(global_batch))
     return states_lower_bound(model, layout) + held * (one + (blocks - 1) * further)

@@ -27,7 +27,7 @@ Sources: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md (bus bandwidth); githu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hpcllm.codecs.names import parse_name
@@ -57,12 +57,16 @@ PART_OF_BLOCKS = 0.5
 TURN_VALUES = 1 << 22  # values of a turn of two_step on a device: collectives/two_step.py, which imports torch
 
 
+Collective = tuple[str, str, float]  # axis, operation, bytes
+
+
 @dataclass(frozen=True)
 class Network:
     """The links of a machine as the ranks of a layout share them."""
 
     machine: Machine
     layout: Layout
+    known: dict[Collective, float] = field(default_factory=dict, compare=False, repr=False)  # seconds worked out
 
     def tensor_s(self, operation: str, size_bytes: float) -> float:
         """Return the seconds of a collective over tp: "allreduce", "reduce_scatter", "allgather"."""
@@ -82,6 +86,12 @@ class Network:
         return mpi_message_s(size_bytes, coding, path, self.machine, self.nodes)
 
     def _collective_s(self, axis: str, operation: str, size_bytes: float) -> float:
+        key = axis, operation, size_bytes
+        if key not in self.known:
+            self.known[key] = self._worked_out_s(axis, operation, size_bytes)
+        return self.known[key]
+
+    def _worked_out_s(self, axis: str, operation: str, size_bytes: float) -> float:
         group, machine = self.spread(axis), self.machine
         if group.ranks == 1 or not size_bytes:
             return 0.0

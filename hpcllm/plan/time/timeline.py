@@ -27,11 +27,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from hpcllm.pipeline.actions import Op, Placement
-from hpcllm.pipeline.clock import Step, clock, in_order
-from hpcllm.pipeline.schedules import make_work
+from hpcllm.plan.numbered_work import numbered_work
 
 MOST_PASSES = 1 << 14  # forward passes of all ranks; schedules of more are continued
 TURNS = 6  # turns of as many microbatches as ranks, until the schedule repeats itself
@@ -71,23 +69,14 @@ def _few(schedule: str, ranks: int, chunks: int, microbatches: int) -> int:
     return min(microbatches, TURNS * ranks + microbatches % ranks)
 
 
-@lru_cache(maxsize=32)
-def work_in_order(schedule: str, ranks: int, chunks: int, microbatches: int) -> tuple[Placement, tuple[Step, ...]]:
-    """List all passes, none before its input."""
-    placement, work = make_work(schedule, ranks, microbatches, chunks)
-    return placement, tuple(in_order(placement, work))
-
-
 def _run(
     schedule: str, ranks: int, chunks: int, microbatches: int, times: Sequence[StageTimes], blocking: bool
 ) -> list[float]:
-    placement, order = work_in_order(schedule, ranks, chunks, microbatches)
-    durations = {placement.home(stage): _durations(each, blocking) for stage, each in enumerate(times)}
-    send_s = 0.0 if blocking else max(max(each.send_forward_s, each.send_backward_s) for each in times)
-    ends = [0.0] * ranks
-    for done in clock(order, lambda rank, action: durations[rank, action.chunk][action.op], send_s):
-        ends[done.rank] = done.end
-    return ends
+    work = numbered_work(schedule, ranks, chunks, microbatches)
+    each = [_durations(one, blocking) for one in times]
+    durations = [each[work.placement.stage(lane.rank, lane.chunk)][lane.op] for lane in work.lanes]
+    send_s = 0.0 if blocking else max(max(one.send_forward_s, one.send_backward_s) for one in times)
+    return work.rank_ends(durations, send_s)
 
 
 def _durations(times: StageTimes, blocking: bool) -> dict[Op, float]:

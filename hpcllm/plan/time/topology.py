@@ -85,12 +85,13 @@ def _fits(block: int, devices: int, room: int) -> bool:
 def way(layout: Layout, source: int, target: int, per_node: int, per_package: int) -> Way:
     """Trace the messages from all ranks of pipeline rank `source` to those of `target`."""
     step = stride(layout, "pp")
-    return _way(source * step, (target - source) * step, layout.pp, step, per_node, per_package)
+    return way_between(source, target, layout.pp, step, per_node, per_package)
 
 
 @lru_cache(maxsize=65536)
-def _way(first: int, distance: int, stages: int, step: int, per_node: int, per_package: int) -> Way:
-    """first: a rank that sends; the others of its node that are of the same pipeline rank send as far."""
+def way_between(source: int, target: int, stages: int, step: int, per_node: int, per_package: int) -> Way:
+    """Trace the messages between two of `stages` pipeline ranks whose neighbours are `step` ranks apart."""
+    first, distance = source * step, (target - source) * step  # all ranks of a node that send, send as far
     start, stage = first // per_node * per_node, first // step % stages
     mine = [rank for rank in range(start, start + per_node) if rank // step % stages == stage]
     senders = sum((rank + distance) // per_node != rank // per_node for rank in mine)
