@@ -29,16 +29,16 @@ from hpcllm.errors import ConfigError, UserError
 from hpcllm.plan.layout_space import RECOMPUTE, Constraints, Space, parse_constraints
 from hpcllm.plan.layouts import Layout, Shard
 from hpcllm.plan.machine import Machine, read_machine
-from hpcllm.plan.memory.predict import SHARDS, first_rank_bound, lower_bound, states_lower_bound
+from hpcllm.plan.memory.predict import SHARDS, end_ranks_bound, first_rank_bound, lower_bound, states_lower_bound
 from hpcllm.plan.models import HALVED, Model, StageKind, read_model
 from hpcllm.plan.prediction import Prediction, Step, StepCache
 from hpcllm.plan.run_config import check_fit
-from hpcllm.plan.time.network import Collective
+from hpcllm.plan.time.network import Traffic
 from hpcllm.plan.time.passes import Passes
 
 Key = tuple[Any, ...]
 # keys that a search chooses and that decide what passes do, beside the halves of HALVED
-_decides_collectives = operator.attrgetter("dp", "pp", "tp", "order", "precision", "policy")
+_decides_traffic = operator.attrgetter("dp", "pp", "tp", "order", "precision", "policy")
 _of_passes = operator.attrgetter("tp", "micro_batch", "recompute", "sequence_parallel", "precision", "policy")
 HEADROOM = 0.1  # share of usable memory that stays free: error of its prediction, fragments, other libraries
 MOST_DEVICES = 1 << 22
@@ -129,7 +129,7 @@ class _State:
         self.rejected: Counter[str] = Counter()
         self.nearest: tuple[float, Layout] | None = None  # bytes needed
         self._passes: defaultdict[Key, dict[StageKind, Passes]] = defaultdict(dict)
-        self._collectives: defaultdict[Key, dict[Collective, float]] = defaultdict(dict)
+        self._traffic: defaultdict[Key, dict[Traffic, float]] = defaultdict(dict)
         self._caches: dict[Key, StepCache] = {}
         self._work_s: dict[tuple[int, int], float] = {}
 
@@ -206,9 +206,7 @@ class _State:
 
     def _predict(self, step: Step) -> Iterable[_Entry]:
         """Predict a layout if it fits and our trainer accepts it; if it does not fit, recompute more."""
-        needed = first_rank_bound(step.model, step.layout, step.global_batch)
-        if needed <= self.room:
-            needed = max(stage.device_bytes for stage in step.memory)
+        needed = self._needed(step)
         if needed > self.room:
             return self._with_less_memory(step, needed)
         try:
@@ -222,13 +220,24 @@ class _State:
             bisect.insort(self.found, (_order(predicted), predicted), key=lambda pair: pair[0])
         return []
 
+    def _needed(self, step: Step) -> float:
+        """Return the bytes of the fullest rank; a bound of them suffices if that is too much and not the nearest."""
+        needed = first_rank_bound(step.model, step.layout, step.global_batch)
+        if needed > self.room:
+            return needed
+        least = end_ranks_bound(step.model, step.layout, step.global_batch)
+        can_be_nearest = not self.found and (self.nearest is None or least < self.nearest[0])
+        if least > self.room and not can_be_nearest:
+            return least
+        return max(stage.device_bytes for stage in step.memory)
+
     def step(self, layout: Layout) -> Step:
         """Make the step of a layout; what layouts have in common is worked out once."""
         key = _decides_times(layout)
         cache = self._caches.get(key)
         if cache is None:
-            passes, collectives = _decides_passes(layout, self.space.machine), _decides_collectives(layout)
-            cache = self._caches[key] = StepCache(self._passes[passes], self._collectives[collectives])
+            passes, traffic = _decides_passes(layout, self.space.machine), _decides_traffic(layout)
+            cache = self._caches[key] = StepCache(self._passes[passes], self._traffic[traffic])
         return Step(self.space.machine, self.space.model, layout, self.space.global_batch, cache)
 
     def _does_not_fit(self, layouts: int, needed: float, layout: Layout) -> None:

@@ -33,7 +33,7 @@ from hpcllm.plan.models import (
     stage_spans,
 )
 from hpcllm.plan.run_config import check_fit
-from hpcllm.plan.time.network import Collective, Network
+from hpcllm.plan.time.network import Network, Traffic
 from hpcllm.plan.time.passes import Passes, ends_s, exchange, hideable_s, optimizer_s, passes
 from hpcllm.plan.time.timeline import StageTimes, earliest_ends, run
 from hpcllm.plan.time.topology import Way
@@ -120,7 +120,7 @@ class StepCache:
     """Times shared by steps whose layouts differ in schedule, chunks and shard; halved schedules have their own."""
 
     passes: dict[StageKind, Passes] = field(default_factory=dict)
-    collectives: dict[Collective, float] = field(default_factory=dict)
+    traffic: dict[Traffic, float] = field(default_factory=dict)
     messages: dict[Way, float] = field(default_factory=dict)  # seconds by path
     bounds: dict[tuple[str, int], list[float]] = field(default_factory=dict)  # by schedule and chunks
     runs: dict[tuple[str, int, bool], list[float]] = field(default_factory=dict)  # and with messages or without
@@ -142,7 +142,7 @@ class Step:
 
     @cached_property
     def network(self) -> Network:
-        return Network(self.machine, self.layout, self.cache.collectives)
+        return Network(self.machine, self.layout, self.cache.traffic)
 
     @cached_property
     def placement(self) -> Placement:

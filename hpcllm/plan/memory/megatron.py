@@ -49,7 +49,7 @@ def megatron_memory(model: Model, layout: Layout, global_batch: int) -> tuple[Ra
     message_bytes = sizes.channels(shape.hidden) // layout.tp
     weights, gradients, states = state_bytes(shape, layout)
     found = []
-    for kinds, different, points in layout_points(model, layout, layout.microbatches(global_batch)):
+    for kinds, different, points in layout_points(model, layout, layout.microbatches(global_batch), range(layout.pp)):
         uses = [megatron_uses(sizes, layout, kind) for kind in different]
         n = held_parameters(shape, kinds, layout.tp)
         updated = n / (1 if layout.shard == "none" else layout.dp)

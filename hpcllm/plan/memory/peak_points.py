@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from hpcllm.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Op, Placement, other_end
-from hpcllm.pipeline.schedules import ORDER_DURATIONS, Schedule, posted_at
+from hpcllm.pipeline.schedules import ORDER_DURATIONS, SCHEDULES, Schedule, make_placement, posted_at
 from hpcllm.plan.layouts import Layout
 from hpcllm.plan.memory.sizes import Use
 from hpcllm.plan.models import Model, StageKind, kinds_of, placement_of, stage_spans
@@ -72,15 +72,19 @@ def peak(points: Iterable[PeakPoint], chunks: Sequence[PassUses], message_bytes:
 
 
 def layout_points(
-    model: Model, layout: Layout, microbatches: int
+    model: Model, layout: Layout, microbatches: int, ranks: Iterable[int], with_messages: bool = True
 ) -> Iterator[tuple[tuple[StageKind, ...], list[StageKind], tuple[PeakPoint, ...]]]:
-    """Yield for each pipeline rank the kinds of its chunks, the different ones of these, and the points with those."""
+    """Yield for each pipeline rank the kinds of its chunks, the different ones of these, and the points with those.
+
+    Without messages, which the ranks would have to be run together for, only its own work is looked at.
+    """
     spans, placement = stage_spans(model, layout), placement_of(layout)
-    for rank in range(layout.pp):
+    find = schedule_points if with_messages else work_points
+    for rank in ranks:
         kinds = kinds_of(spans, placement, rank)
         different = list(dict.fromkeys(kinds))
         alike = tuple(different.index(kind) for kind in kinds)
-        yield kinds, different, schedule_points(layout.schedule, layout.pp, microbatches, rank, alike)
+        yield kinds, different, find(layout.schedule, layout.pp, microbatches, rank, alike)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -93,6 +97,15 @@ def schedule_points(
     """
     placement, turns = _all_turns(name, ranks, _few(name, ranks, microbatches), len(alike))
     return _largest(_walk(placement, rank, turns[rank], alike))
+
+
+@lru_cache(maxsize=1 << 14)
+def work_points(name: str, ranks: int, microbatches: int, rank: int, alike: tuple[int, ...]) -> tuple[PeakPoint, ...]:
+    """Find those points of a rank without its messages. Raises ScheduleError."""
+    few = _few(name, ranks, microbatches)
+    placement = make_placement(name, ranks, few, len(alike))
+    turns = ((op, chunk, 0, 0) for op, _, chunk in SCHEDULES[name].order(placement, few, rank))
+    return _largest(point._replace(messages=0) for point in _walk(placement, rank, turns, alike))
 
 
 def _few(name: str, ranks: int, microbatches: int) -> int:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
@@ -69,15 +69,29 @@ def predict(config: Config, schedule: Schedule, pp_rank: int, tp_rank: int = 0) 
 
 def layout_memory(model: Model, layout: Layout, global_batch: int) -> tuple[RankMemory, ...]:
     """Predict for each pipeline rank, the first one over tp. Raises ConfigError for an impossible run."""
+    return tuple(_memory(model, layout, global_batch, range(layout.pp)))
+
+
+def end_ranks_bound(model: Model, layout: Layout, global_batch: int) -> float:
+    """Return bytes that the first pipeline rank or the last one needs at least: exact but for messages.
+
+    One of them is the fullest: the first has most microbatches at once, the last the logits of those half gone back.
+    """
+    ends = _memory(model, layout, global_batch, {0, layout.pp - 1}, with_messages=False)
+    return max(rank.total - rank.checkpoint for rank in ends)
+
+
+def _memory(
+    model: Model, layout: Layout, global_batch: int, ranks: Collection[int], with_messages: bool = True
+) -> Iterator[RankMemory]:
+    """Predict for these pipeline ranks."""
     config = config_of(model, layout, global_batch)
     sizes = replace(chunk_sizes(config, layout.recompute), split=layout.schedule in HALVED)
     shared = replace(config, data=DataConfig(), pipeline=PipelineConfig())  # all that states depend on
-    found = []
-    for kinds, different, points in layout_points(model, layout, config.pipeline.microbatches):
+    for kinds, different, points in layout_points(model, layout, config.pipeline.microbatches, ranks, with_messages):
         uses = [pass_uses(sizes, span) for kind in different for span in spans_like([kind])]
         activations = target_bytes(config) + peak(points, uses, sizes.residual)
-        found.append(replace(between_passes(shared, spans_like(kinds)), activations=activations))
-    return tuple(found)
+        yield replace(between_passes(shared, spans_like(kinds)), activations=activations)
 
 
 def lower_bound(model: Model, layout: Layout, global_batch: int) -> float:

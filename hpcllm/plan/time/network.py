@@ -57,7 +57,7 @@ PART_OF_BLOCKS = 0.5
 TURN_VALUES = 1 << 22  # values of a turn of two_step on a device: collectives/two_step.py, which imports torch
 
 
-Collective = tuple[str, str, float]  # axis, operation, bytes
+Traffic = tuple[str, str, float] | tuple[Way, float]  # axis and operation of a collective, path of a message; bytes
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Network:
 
     machine: Machine
     layout: Layout
-    known: dict[Collective, float] = field(default_factory=dict, compare=False, repr=False)  # seconds worked out
+    known: dict[Traffic, float] = field(default_factory=dict, compare=False, repr=False)  # seconds worked out
 
     def tensor_s(self, operation: str, size_bytes: float) -> float:
         """Return the seconds of a collective over tp: "allreduce", "reduce_scatter", "allgather"."""
@@ -80,6 +80,11 @@ class Network:
     def message_s(self, size_bytes: float, source: int, target: int) -> float:
         """Return the seconds of a message from each rank of pipeline rank `source` to `target`, all sending at once."""
         path = self.way(source, target)
+        if (path, size_bytes) not in self.known:
+            self.known[path, size_bytes] = self._path_s(size_bytes, path)
+        return self.known[path, size_bytes]
+
+    def _path_s(self, size_bytes: float, path: Way) -> float:
         if self.layout.trainer != "hpcllm":
             return library_message_s(size_bytes, path, self.machine, self.nodes)
         coding = coding_of(self.codecs["forward"], DTYPES[self.layout.precision], self.machine)

@@ -26,17 +26,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hpcllm.pipeline.actions import Op, Placement
+from hpcllm.plan.models import homes_of
 from hpcllm.plan.numbered_work import numbered_work
 
 MOST_PASSES = 1 << 14  # forward passes of all ranks; schedules of more are continued
 TURNS = 6  # turns of as many microbatches as ranks, until the schedule repeats itself
 
 
-@dataclass(frozen=True)
-class StageTimes:
+class StageTimes(NamedTuple):
     """Seconds of the passes of a microbatch through one virtual stage, and of handing on what they made."""
 
     forward_s: float
@@ -94,7 +94,7 @@ def earliest_ends(schedule: str, placement: Placement, microbatches: int, times:
 
     times: of each virtual stage.
     """
-    send_s = max(max(each.send_forward_s, each.send_backward_s) for each in times) if placement.ranks > 1 else 0.0
+    send_s = max(max(each.send_forward_s, each.send_backward_s) for each in set(times)) if placement.ranks > 1 else 0.0
     return BOUNDS[schedule](placement, microbatches, times, send_s)
 
 
@@ -160,8 +160,8 @@ def _interleaved(placement: Placement, microbatches: int, times: Sequence[StageT
 def _own_work(placement: Placement, microbatches: int, times: Sequence[StageTimes], send_s: float) -> list[float]:
     """Return when each rank has done its own work, if it starts as early as it can and never waits."""
     work = [0.0] * placement.ranks
-    for stage, each in enumerate(times):
-        work[placement.home(stage)[0]] += each.forward_s + each.backward_s
+    for home, each in zip(homes_of(placement), times, strict=True):
+        work[home] += each.forward_s + each.backward_s
     starts = _starts(placement, times, send_s)
     return [start_s + microbatches * work_s for start_s, work_s in zip(starts, work, strict=True)]
 
