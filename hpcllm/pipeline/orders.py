@@ -84,15 +84,15 @@ def _rounds(ranks: int, chunks: int, microbatches: int) -> tuple[list[Action], l
 def zb_h1(placement: Placement, microbatches: int, rank: int) -> Iterator[Action]:
     """1F1B with the backward pass in two: weight gradients are late by `rank` microbatches, to fill the end."""
     warmup = min(placement.ranks - 1 - rank, microbatches)
-    weights = _one_chunk(W, microbatches)
-    yield from _one_chunk(F, warmup)
-    for m in range(warmup, microbatches):
-        yield Action(F, m)
-        yield Action(I, m - warmup)
-        if m - warmup >= rank:
+    forwards, inputs, weights = (iter(_one_chunk(op, microbatches)) for op in (F, I, W))
+    yield from itertools.islice(forwards, warmup)
+    for place, action in enumerate(forwards):
+        yield action
+        yield next(inputs)
+        if place >= rank:
             yield next(weights)
-    for m in range(microbatches - warmup, microbatches):
-        yield Action(I, m)
+    for action in inputs:
+        yield action
         yield next(weights)
     yield from weights
 
@@ -147,8 +147,9 @@ def _v_pattern(ranks: int, microbatches: int, rank: int) -> Iterator[tuple[Op, i
     yield from [(W, 0)] * after
 
 
-def _one_chunk(op: Op, microbatches: int) -> Iterator[Action]:
-    return (Action(op, m) for m in range(microbatches))
+@lru_cache(maxsize=4)
+def _one_chunk(op: Op, microbatches: int) -> tuple[Action, ...]:
+    return tuple(Action(op, m) for m in range(microbatches))
 
 
 def _groups(microbatches: int, ranks: int) -> list[range]:

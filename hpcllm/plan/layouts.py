@@ -27,6 +27,7 @@ Trainer = Literal["hpcllm", "megatron"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 Shard = Literal["none", "states", "states+gradients", "all"]
 Recompute = Literal["none", "selective", "full"]
+SIZES = ("dp", "pp", "tp", "micro_batch", "chunks")  # keys that are numbers from 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +61,13 @@ class Layout:
     hidden: float = 0.0  # share of what travels beside every pass, with shard=states+gradients or all, that passes hide
 
     def __post_init__(self) -> None:
-        for key in layout_types():
-            _check_value(key, getattr(self, key))
-        for key in ("dp", "pp", "tp", "micro_batch", "chunks"):
-            if not 1 <= getattr(self, key) < 1 << 24:
+        for key in SIZES:
+            value = getattr(self, key)
+            if type(value) is not int:
+                _check_value(key, value)
+            if not 1 <= value < 1 << 24:
                 raise ConfigError(f"layout.{key} = {getattr(self, key)} is out of range; valid: from 1")
-        if not 0 <= self.messages < 1 << 24:
-            raise ConfigError(f"layout.messages = {self.messages} is out of range; valid: from 1, or 0 for the usual")
-        if not 0 <= self.hidden <= 1:
-            raise ConfigError(f"layout.hidden = {self.hidden} is out of range; valid: a share, 0 to 1")
-        if self.policy not in POLICIES:
-            raise ConfigError(f"layout.policy = {self.policy!r} is unknown; {nearest(self.policy, POLICIES)}")
-        checked("mesh.order", self.order, str)
+        _check_others(*(getattr(self, key) for key in _others()))
 
     @property
     def devices(self) -> int:
@@ -112,9 +108,27 @@ def layout_types() -> dict[str, Any]:
     return typing.get_type_hints(Layout)
 
 
+@lru_cache(maxsize=1)
+def _others() -> tuple[str, ...]:
+    return tuple(key for key in layout_types() if key not in SIZES)
+
+
 @lru_cache(maxsize=1 << 12, typed=True)
+def _check_others(*values: Any) -> None:
+    """Check the values of all keys but SIZES; cached, for a search makes tens of thousands of layouts with few."""
+    given = dict(zip(_others(), values, strict=True))
+    for key, value in given.items():
+        _check_value(key, value)
+    if not 0 <= given["messages"] < 1 << 24:
+        raise ConfigError(f"layout.messages = {given['messages']} is out of range; valid: from 1, or 0 for the usual")
+    if not 0 <= given["hidden"] <= 1:
+        raise ConfigError(f"layout.hidden = {given['hidden']} is out of range; valid: a share, 0 to 1")
+    if given["policy"] not in POLICIES:
+        raise ConfigError(f"layout.policy = {given['policy']!r} is unknown; {nearest(given['policy'], POLICIES)}")
+    checked("mesh.order", given["order"], str)
+
+
 def _check_value(key: str, value: Any) -> None:
-    """Check one value; cached, for a search makes tens of thousands of layouts."""
     checked(f"layout.{key}", value, layout_types()[key])
 
 

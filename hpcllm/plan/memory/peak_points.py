@@ -149,7 +149,7 @@ def _turns(actions: Iterable[Action]) -> Iterator[Turn]:
             counts.clear()
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _all_turns(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[Placement, list[list[Turn]]]:
     """Count messages from pass to pass on all ranks of a named schedule, as with_messages orders them."""
     work = numbered_work(name, ranks, chunks, microbatches)
@@ -160,11 +160,11 @@ def _all_turns(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[P
 
 def _turns_of(work: NumberedWork, row: Sequence[int], ends: Sequence[float], sent: set[int]) -> list[Turn]:
     free = [0.0, *(ends[number] for number in row)]  # when the rank can begin each pass at the earliest
-    lanes, made = [number // work.microbatches for number in row], [ends[work.sources[number]] for number in row]
+    lanes = [work.lane[number - 1] for number in row]
     received = [0] * len(row)
-    for place, lane in enumerate(lanes):
+    for place, (number, lane) in enumerate(zip(row, lanes, strict=True)):
         if work.lanes[lane].is_message:
-            received[posted_at(place, made[place], free)] += 1
+            received[posted_at(place, ends[work.source[number - 1]], free)] += 1
     passes = ([getattr(work.lanes[lane], key) for lane in lanes] for key in ("op", "chunk"))
     return list(zip(*passes, received, (0, *(int(lane in sent) for lane in lanes[:-1])), strict=True))
 
