@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 STALL_S = 60.0  # a page takes about a minute in all
-
-
 WIDE_COLUMNS = 110  # paragraphs of --wide: longer lines are hard to read
 
 
