@@ -45,7 +45,7 @@ from hpcllm.checkpoint.folder import file_name
 from hpcllm.checkpoint.layout import TOKENIZER, Attribute, DatasetSpec
 from hpcllm.checkpoint.slabs import Slab, boxes, whole
 from hpcllm.checkpoint.writer import WriteReport, prepare, write
-from hpcllm.errors import CheckpointError
+from hpcllm.errors import CheckpointError, DataError
 from hpcllm.model.shapes import shard_of, split_dim
 from hpcllm.optim.flat_buffers import Piece
 
@@ -164,8 +164,11 @@ class LocalSlabs:
 
 
 def facts(checkpoint: Checkpoint) -> RunFacts:
-    """The inverse of RunFacts.attributes. Not collective. Raises CheckpointError if the file is of no run."""
+    """The inverse of RunFacts.attributes. Not collective. Raises CheckpointError; DataError for a token store."""
     attributes = checkpoint.attributes
+    if "train/tokens" in checkpoint.datasets:
+        valid = "a file step_00001000.h5 that train wrote, or its run folder"
+        raise DataError(f"'{checkpoint.path}' is a token store, no checkpoint; valid: {valid}")
     try:
         config = tomllib.loads(str(attributes["run/config"]))
         if not all(isinstance(table, dict) for table in config.values()):

@@ -33,7 +33,7 @@ from hpcllm.pipeline.report import (
     schedule_lines,
     schedule_panel,
 )
-from hpcllm.pipeline.schedules import Schedule, make_schedule, read_schedule
+from hpcllm.pipeline.schedules import SCHEDULES, Schedule, make_schedule, read_schedule
 from hpcllm.pipeline.timing import Times, simulate
 from hpcllm.plotting import picture_path
 from hpcllm.system.output import COLUMNS, add_output, show
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "hold. Nothing is run, so it answers at once on a login node."
     )
     add = parser.add_argument
-    add("name", nargs="?", metavar="NAME", help="gpipe, 1f1b, interleaved, zb-h1, zb-v, or custom, with --file")
+    add("name", nargs="?", metavar="NAME", help=f"{', '.join(SCHEDULES)}, or custom, with --file")
     add("--file", metavar="FILE", help="custom: the schedule as text, as --write writes it")
     add("--stages", type=count, metavar="P", help="ranks of one pipeline (mesh.pp)")
     add("--microbatches", type=count, metavar="M", help="of one step (pipeline.microbatches)")

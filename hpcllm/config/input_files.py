@@ -16,6 +16,7 @@ from pathlib import Path
 
 MIB = 1 << 20
 LARGEST_SETTINGS_BYTES = 4 * MIB  # run file, machine file: written by hand, or by a measurement of one machine
+HDF5 = b"\x89HDF\r\n\x1a\n"  # at 0, or behind a block of the user's: store and checkpoint
 LARGEST_TABLE_BYTES = 64 * MIB  # schedule, trace, results: a line for each action of each rank
 
 
@@ -64,4 +65,5 @@ def _decoded(data: bytes) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: byte {data[error.start]:#04x} at {error.start}") from error
+        kind = "an HDF5 file" if data[error.start :].startswith(HDF5) else "not UTF-8"
+        raise ValueError(f"{kind}: byte {data[error.start]:#04x} at {error.start}; valid: a text file") from error

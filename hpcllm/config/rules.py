@@ -182,5 +182,6 @@ def typed(key: str, value: Any, kind: Any) -> Any:
         raise ConfigError(f"{key} = {shown(value)} is out of range; valid: {RULES[key][0] if key in RULES else 'less'}")
     if type(value) is not kind:
         names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
-        raise ConfigError(f"{key} = {shown(value)} should be {names[kind]}")
+        hint = f"; write {value:.0f}" if kind is int and isinstance(value, float) and value.is_integer() else ""
+        raise ConfigError(f"{key} = {shown(value)} should be {names[kind]}{hint}")
     return value

@@ -10,6 +10,7 @@ valid. Pure: imports neither torch nor mpi4py, so `--help` and wrong files answe
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 import typing
 from dataclasses import dataclass, field
@@ -219,10 +220,18 @@ def parse(text: str, overrides: typing.Sequence[str] = (), origin: str = "run fi
     try:
         tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # a TOMLDecodeError is a ValueError; so is a number of 5000 digits
-        raise ConfigError(f"{origin} is not valid TOML: {error}") from error
+        raise ConfigError(f"{origin} is not valid TOML: {error}{_curly_quote(text)}") from error
     for override in overrides:
         _override(tables, override)
     return from_tables(tables)
+
+
+def _curly_quote(text: str) -> str:
+    """Write the fix for a quotation mark that a word processor has made, "" if there is none."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if found := re.search("[\u2018\u2019\u201c\u201d]", line.partition("#")[0]):
+            return f"; line {number} has {found[0]}, write a straight quotation mark"
+    return ""
 
 
 def _sections() -> dict[str, type]:

@@ -24,11 +24,15 @@ from hpcllm.system.output import error_line
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errors of the file or device behind standard output
 MOST_USAGE_LINES = 3
-ALSO = {"np": "ranks", "nprocs": "ranks", "world_size": "ranks", "rank": "row", "draw": "plot", "out": "output"}
+ALSO = {"np": "ranks", "n": "ranks", "nprocs": "ranks", "world_size": "ranks", "rank": "row", "draw": "plot"}
+ALSO |= {"out": "output", "max_tokens": "tokens", "max_new_tokens": "tokens", "steps": "tokens"}
+DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"  # what web pages and word processors make of -- and -
 
 
 class Parser(argparse.ArgumentParser):
     """Parser that raises its mistakes as UserError, with the nearest valid word."""
+
+    words: Sequence[str] = ()  # that it parses
 
     def _error(self, message: str) -> UsageError:
         error = UsageError(message)
@@ -36,12 +40,20 @@ class Parser(argparse.ArgumentParser):
         return error
 
     def error(self, message: str) -> NoReturn:
+        if "arguments are required" in message and (strange := self._strange_option()):
+            message += f"; {strange} is unknown{self._meant(strange, self.words)}"
         raise self._error(message.removeprefix("argument "))
+
+    def _strange_option(self) -> str:
+        """Return the first word that looks like an option and is none of this command, "" if there is none."""
+        known = self._option_string_actions
+        return next((word for word in self.words if word.startswith("--") and word.partition("=")[0] not in known), "")
 
     def parse_known_args(  # type: ignore[override]
         self, args: Any = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse; what is left over is a mistake of this command, not of the one above it. Raises UserError."""
+        self.words = list(args or [])
         found, extra = super().parse_known_args(args, namespace)
         if extra:
             self.error(self._unknown(extra, list(args or [])))
@@ -57,17 +69,37 @@ class Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         valid = list(map(str, action.choices))
-        near = closest(str(value), valid)
-        hint = f"did you mean {near}? " if near else ""
+        near = self._command_meant(action, str(value)) or closest(str(value), valid)
+        hint = f"did you mean {near}? " if near else self._order_meant(action, str(value))
         name = "/".join(action.option_strings) or action.metavar or action.dest
         raise self._error(f"{name} {value!r} is unknown; {hint}valid: {', '.join(valid)}")
+
+    def _command_meant(self, action: argparse.Action, word: str) -> str:
+        """Return what was meant by a word in a command's place that is no misspelt command, "" if unknown."""
+        if action.nargs != argparse.PARSER:
+            return ""
+        if word in ("help", "version") and f"--{word}" in self._option_string_actions:
+            return f"--{word}"
+        if word.endswith(".toml") and "train" in (action.choices or ()):
+            return f"train {word}"
+        return ""
+
+    def _order_meant(self, action: argparse.Action, word: str) -> str:
+        """Write what to do with options before a command, whose values are taken for it; "" if there are none."""
+        before = self.words[: self.words.index(word)] if word in self.words else []
+        is_late = action.nargs == argparse.PARSER and any(each.startswith("-") for each in before)
+        return "the command comes first, then its options; " if is_late else ""
 
     def _short_usage(self) -> str:
         """Return the usage of this command; of one with many options, its arguments alone."""
         usage = self.format_usage().rstrip()
         if usage.count("\n") < MOST_USAGE_LINES:
             return usage
-        needed = [f"{'/'.join(a.option_strings)} {a.metavar}" for a in self._get_optional_actions() if a.required]
+        needed = [
+            f"{'/'.join(a.option_strings)} {a.metavar or a.dest.upper()}"
+            for a in self._get_optional_actions()
+            if a.required
+        ]
         words = [str(self._get_formatter()._format_args(a, a.dest)) for a in self._get_positional_actions()]
         return " ".join(["usage:", self.prog, *needed, "[OPTIONS]", *words]) + f"   (all: {self.prog} --help)"
 
@@ -77,6 +109,15 @@ class Parser(argparse.ArgumentParser):
         before = {word: (["", *words])[place] for place, word in enumerate(words)}
         if before.get(extra[0], "") in ("--json", "--json=-"):
             return f"{message}; a file for --json ends in .json, or is given as --json={extra[0]}"
+        if extra[0][0] in DASHES or extra[0].lstrip("-")[:1] in tuple(DASHES):
+            plain = "--" + extra[0].lstrip("-" + DASHES)
+            is_own = plain.partition("=")[0] in self._option_string_actions
+            meant = f"; did you mean {plain}?" if is_own else self._meant(plain, [plain, *extra[1:]])
+            return f"{message}: its dash is no hyphen, as on some web pages{meant}"
+        if extra[0].startswith("=") and before.get(extra[0], "") in words and "--set" in words:
+            return f"{message}; write --set {before[extra[0]]}=VALUE without spaces"
+        if extra[0].endswith(".toml") and not any(action.dest == "run" for action in self._actions):
+            return f"{message}: this command reads no run file"
         option = next((word for word in extra if word.startswith("-")), "")
         return message + (self._meant(option, extra) if option else "")
 
@@ -86,9 +127,11 @@ class Parser(argparse.ArgumentParser):
         own = [name for name in self._option_string_actions if name.startswith("--")]
         if f"--{ALSO.get(word, '')}" in own:
             return f"; did you mean --{ALSO[word]}?"
+        if ALSO.get(word, word) == "ranks":
+            return "; ranks are those that mpirun -n N or srun starts"
         near = closest(f"--{word.replace('_', '-')}", own, 0.75)
         if near or "--set" not in own:
-            near = near or closest(f"--{word.replace('_', '-')}", own)
+            near = near or closest(f"--{word.replace('_', '-')}", own, 0.65)
             return f"; did you mean {near}?" if near else ""
         from hpcllm.config.schema import key_names  # only where a mistake is explained
 

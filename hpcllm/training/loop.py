@@ -127,6 +127,8 @@ def _open_log(run: RunContext, step: int, wide: bool, stack: ExitStack) -> Log |
             for line in start_lines(run):
                 log.print(line)
             (run.run_folder / "ranks.txt").write_text("\n".join(run.watchdog.lines()) + "\n", encoding="utf-8")
+        except BrokenPipeError:  # of standard output, which the job says
+            raise
         except OSError as failure:
             error = HpcllmError(f"cannot write a log in {str(run.run_folder)!r}: {failure}")
     raise_if_any_failed(run.mesh.world, error)

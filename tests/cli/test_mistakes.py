@@ -14,6 +14,8 @@ from pathlib import Path
 
 import h5py
 import pytest
+from mpi4py import MPI
+from small_runs import make_store
 
 from hpcllm.cli.main import main
 
@@ -114,6 +116,42 @@ MISTAKES = [  # command line, words of the answer; the exit code is 2
     ("perf step --calibrate", "--json FILE"),
     ("checkpoint compress text.txt new.h5 --level 30", "a whole number, 1 to 19"),
     ("prepare  --output x.h5 missing", "missing"),
+    # what was copied from elsewhere
+    ("train run.toml —steps 10", "no hyphen, as on some web pages; did you mean --set run.steps=10?"),
+    ("train run.toml –set run.steps=10", "did you mean --set?"),  # noqa: RUF001
+    ("train run.toml --dry-run —-report", "did you mean --report?"),
+    ("memory quotes.toml", "line 2 has “, write a straight quotation mark"),
+    ("memory run.json", "not valid TOML"),
+    ("memory steps.toml", "did you mean run.steps?"),
+    # a word in another's place
+    ("run.toml", "did you mean train run.toml?"),
+    ("help", "did you mean --help?"),
+    ("version", "did you mean --version?"),
+    ("--verison", "did you mean --version?"),
+    ("-n 4 train run.toml", "the command comes first"),
+    ("perf --sizes 1K allreduce", "the command comes first"),
+    ("plan run.toml", "this command reads no run file"),
+    ("memory run.toml run.toml", "unrecognized arguments: run.toml"),
+    ("generate empty --prompt x --steps 5", "did you mean --tokens?"),
+    ("generate empty --prompt", "--prompt PROMPT [OPTIONS]"),
+    ("checkpoint inspect empty --ranks 4", "those that mpirun -n N or srun starts"),
+    ("preflight run.toml --np 4", "those that mpirun -n N or srun starts"),
+    # values: spaces, units, exponents
+    ("train run.toml --set", "--set: expected one argument"),
+    ("train run.toml --set run.steps = 10", "write --set run.steps=VALUE without spaces"),
+    ("memory run.toml --set run.steps=1e6", "should be a whole number; write 1000000"),
+    ("memory run.toml --set communication.bucket_mib=8MB", "'8MB' should be a number"),
+    ("memory run.toml --set data.global_batch=4k", "'4k' should be a whole number"),
+    ("memory run.toml --ranks 1e3", "--ranks: '1e3' is no count"),
+    ("perf allreduce --sizes 1M:1K", "the first is above the last"),
+    ("schedule 1f1b --stages 4 --microbatches 8 --bytes 4XB", "valid: 4194304, 512KiB, 4MiB"),
+    # files of another kind
+    ("train store.h5 --dry-run", "an HDF5 file: byte"),
+    ("memory empty", "it is a folder"),
+    ("report run.toml", "is no folder of a run"),
+    ("prepare store.h5 --output x.h5", "unknown suffix '.h5'"),
+    ("prepare text.txt --output text.txt", "exists and is not a token store"),
+    ("schedule run.toml --stages 4 --microbatches 8", "there is no schedule 'run.toml'"),
 ]
 
 
@@ -124,6 +162,9 @@ def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("COLUMNS", "80")
     Path("run.toml").write_text('[run]\nname = "mine"\n[model]\nvocabulary = 512\n')
     Path("broken.toml").write_text("[run\n")
+    Path("quotes.toml").write_text("[run]\nname = “mine”\n")
+    Path("run.json").write_text('{"run": {"steps": 10}}\n')
+    Path("steps.toml").write_text("steps = 10\n")
     Path("text.txt").write_text("once upon a time\n" * 40)
     Path("empty").mkdir()
     with h5py.File("store.h5", "w") as file:
@@ -132,7 +173,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def test_the_table_is_long_and_says_each_thing_once():
-    assert len(MISTAKES) >= 60
+    assert len(MISTAKES) >= 90
     assert len({command for command, _ in MISTAKES}) == len(MISTAKES)
 
 
@@ -198,6 +239,22 @@ def test_a_log_level_that_is_none_is_a_mistake():
 def test_a_closed_pipe_is_no_mistake():
     answer = run(f"set -o pipefail; '{sys.executable}' -m hpcllm keys | head -1")
     assert (answer.returncode, answer.stderr, answer.stdout) == (0, "", "[run]\n")
+
+
+def test_narrow_terminals_and_no_home_folder_change_no_answer():
+    usual = run(f"'{sys.executable}' -m hpcllm train run.toml --steps 10")
+    narrow = run(f"'{sys.executable}' -m hpcllm train run.toml --steps 10", COLUMNS="40", HOME="")
+    assert (narrow.returncode, usual.returncode) == (2, 2)
+    assert narrow.stderr.splitlines()[-1] == usual.stderr.splitlines()[-1]
+    homeless = run(f"env -u HOME '{sys.executable}' -m hpcllm presets")
+    assert (homeless.returncode, homeless.stderr) == (0, "")
+
+
+def test_a_token_store_is_told_from_a_checkpoint(folder, capsys):
+    make_store(folder / "empty", MPI.COMM_SELF)
+    for words in (["generate", "empty/store.h5", "--prompt", "x"], ["checkpoint", "convert", "empty/store.h5", "new"]):
+        assert main(words) == 2
+        assert "is a token store, no checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from hpcllm.config.policies import POLICIES
 from hpcllm.config.rules import RANGES, RULES, divisors
 from hpcllm.config.schema import Config, ModelConfig, from_tables, parse, to_tables
 from hpcllm.errors import ConfigError
+from hpcllm.pipeline.schedules import SCHEDULES
 
 SECTIONS = {f.name: f.default_factory for f in dataclasses.fields(Config)}
 KEYS = {f"{name}.{f.name}": f for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)}
@@ -64,7 +65,7 @@ def valid_tables(draw) -> dict:
             "sequence_parallel": draw(st.booleans()),
         },
         "pipeline": {
-            "schedule": draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])),
+            "schedule": draw(st.sampled_from(list(SCHEDULES))),
             "microbatches": draw(st.integers(1, 99)),
             "chunks": draw(st.integers(0, 9)),
             "recompute": draw(st.sampled_from(["none", "full", "selective,full"])),
@@ -234,7 +235,7 @@ def test_words_of_the_command_line(override, key, value):
             {"model": {"max_sequence": 256}, "data": {"sequence_length": 257}},
             ["sequence_length = 257", "max_sequence = 256"],
         ),
-        ({"pipeline": {"schedule": "2f2b"}}, ["schedule = '2f2b'", "'1f1b', 'interleaved', 'zb-h1'"]),
+        ({"pipeline": {"schedule": "2f2b"}}, ["schedule = '2f2b'", "'gpipe', '1f1b', "]),
         ({"pipeline": {"schedule": "custom"}}, ["schedule = 'custom'", "file = ''", "valid: 'custom' with"]),
         ({"pipeline": {"file": "my.txt"}}, ["schedule = '1f1b'", "file = 'my.txt'", "without one"]),
         ({"pipeline": {"layers": 4}}, ["layers = 4", "list of whole numbers", "[5, 6, 6, 5]"]),

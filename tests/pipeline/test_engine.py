@@ -28,7 +28,7 @@ from hpcllm.pipeline.checker import check
 from hpcllm.pipeline.chunk import Chunk
 from hpcllm.pipeline.engine import Engine
 from hpcllm.pipeline.link import BACKWARD, FORWARD, Link
-from hpcllm.pipeline.schedules import Schedule, forward_only, make_schedule
+from hpcllm.pipeline.schedules import SCHEDULES, Schedule, forward_only, make_schedule
 from hpcllm.pipeline.timing import simulate
 
 SIZE, LENGTH, SCALE = 2, 10, 0.125
@@ -37,14 +37,8 @@ MODELS = {
     "tied": ModelConfig(**SHAPE),
     "untied": ModelConfig(**SHAPE, tied=False, norm="rmsnorm", positions="rotary", activation="swiglu", biases="none"),
 }
-KINDS = [
-    ("gpipe", None),
-    ("1f1b", None),
-    *[("interleaved", chunks) for chunks in (1, 2, 3)],
-    ("zb-h1", None),
-    ("zb-v", None),
-    ("mixed", None),
-]
+KINDS = [(name, chunks) for name, kind in SCHEDULES.items() for chunks in ((1, 2, 3) if kind.any_chunks else (None,))]
+KINDS.append(("mixed", None))
 EVERY_SHAPE = bool(os.environ.get("HPCLLM_EVERY_SHAPE"))  # the whole campaign: minutes instead of seconds
 
 

@@ -133,7 +133,7 @@ def test_no_send_ever_waits_for_its_receive_if_work_goes_by_the_clock(shape):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("2f2b", 2, 4), "no schedule '2f2b'; there are gpipe, 1f1b, interleaved, zb-h1, zb-v"),
+        (("2f2b", 2, 4), f"no schedule '2f2b'; there are {', '.join(SCHEDULES)}"),
         (("1f1b", 2, 4, 2), "1f1b .* 1 chunk, not 2; chunks = 1 works, and so does interleaved with chunks = 2"),
         (("gpipe", 1, 1, 3), "1 chunk, not 3; chunks = 1 works, and so does interleaved with chunks = 3"),
         (("zb-v", 2, 4, 3), "2 chunks, not 3; chunks = 2 works, and so does interleaved with chunks = 3"),

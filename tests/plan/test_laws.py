@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hpcllm.errors import UserError
+from hpcllm.pipeline.schedules import SCHEDULES
 from hpcllm.plan.cost import training_cost
 from hpcllm.plan.layouts import Layout
 from hpcllm.plan.machine import read_machine
@@ -27,7 +28,7 @@ MACHINES = [read_machine(name) for name in ("lumi-g", "dgx-a100", "perlmutter", 
 @st.composite
 def runs(draw):
     """machine, model, layout, samples of a step"""
-    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]))
+    schedule = draw(st.sampled_from(list(SCHEDULES)))
     pp = draw(st.sampled_from([1, 2, 4]))
     layout = Layout(
         dp=draw(st.sampled_from([1, 2, 6, 16])),
@@ -35,7 +36,7 @@ def runs(draw):
         tp=draw(st.sampled_from([1, 2, 8])),
         micro_batch=draw(st.sampled_from([1, 2, 4])),
         schedule=schedule,
-        chunks=2 if schedule in ("interleaved", "zb-v") else 1,
+        chunks=SCHEDULES[schedule].placement.chunks,
         recompute=draw(st.sampled_from(["none", "selective", "full"])),
         shard=draw(st.sampled_from(["none", "states", "states+gradients"] + ["all"] * (pp == 1))),
         sequence_parallel=draw(st.booleans()),
