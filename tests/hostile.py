@@ -194,7 +194,9 @@ def of_files(draw: random.Random) -> tuple[list[str], dict[str, str]]:
         [draw.choice(["keys", "presets", "machines", "codecs", "completion"]), draw.choice(VALUES)],
         [
             "perf",
-            *draw.choice([["allreduce", "--sizes=1K"], ["plot"], ["codec", "--sizes=1K"]]),  # a valid one measures
+            *draw.choice(
+                [["allreduce", "--sizes=1K"], ["plot"], ["codec", "--sizes=1K", "--codecs=raw"]]
+            ),  # valid ones measure
             f"--{draw.choice(['sizes', 'json', 'codecs'])}=" + draw.choice(["junk!", "none/x", "-1", "9" * 99]),
         ],
     )

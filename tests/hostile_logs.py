@@ -1,7 +1,7 @@
 """Run folders that something has damaged, made from a seed: logs, traces, events, job files; never a checkpoint.
 
     mutants(seed)             endless: ("log.jsonl: NUL", damage), ...
-    damage(folder)            does it to a run folder
+    goes_on(sound, ...)       damages a copy of a sound run and lets it make its last step
 
 The law: a run that has a sound checkpoint goes on from it. For tests/training/test_damaged_run_folder.py, a few dozen;
 and by `python tests/hostile_logs.py COUNT SEED`, which prints what does not hold.
@@ -23,6 +23,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mpi4py import MPI
+from small_runs import tiny
+
+from hpcllm.config.schema import Config
+from hpcllm.report.run_folder import read_log
+from hpcllm.system.job import StopSignals
+from hpcllm.training.finished import read_progress
+from hpcllm.training.loop import train
+
 Damage = Callable[[Path], None]
 READ = ["log.jsonl", "log.jsonl.tmp", "log.jsonl.damaged", "job.txt", "ranks.txt", "run.toml", "finished"]
 READ += ["trackers.json", "events.out.tfevents.1.host.1.0"]
@@ -30,6 +39,7 @@ FILES = [*READ, "trace/step_00000003.json", "trace/step_00000003.json.tmp", "tra
 JUNK = (b"\0", b"\xff\xfe", b"[" * 100_000, b'{"step": 1' + b"0" * 400 + b"}", b"\x80" * 300, b"{}", b"null", b"\r")
 VALUES: tuple[Any, ...] = (None, True, -1, 10**400, 1e308, float("nan"), float("inf"), "x", "\x1b[2J", [], {}, [[]])
 KEYS = ["step", "node_hours", "core_hours", "energy_kwh", "energy_tokens", "energy_scope", "cost", "loss", "start"]
+FIRST, LAST = 2, 3  # steps of a run before the damage, and after
 LIMIT_S = 30  # of a run that takes less than one
 
 
@@ -141,12 +151,39 @@ def within(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def config_of(parent: Path, steps: int) -> Config:
+    return tiny(
+        run={"folder": str(parent), "steps": steps},
+        checkpoint={"every_steps": 1},
+        data={"validation_sequences": 2},
+        log={"every_steps": 1, "trackers": ["tensorboard"], "trace_steps": [steps], "validation_every_steps": 0},
+    )
+
+
+def begun(parent: Path) -> Path:
+    """Make a run that has made its first steps; returns its folder's parent."""
+    made(parent / "sound", FIRST, MPI.COMM_SELF)
+    return parent / "sound"
+
+
+def made(parent: Path, steps: int, comm: MPI.Intracomm) -> None:
+    with StopSignals() as signals:
+        train(config_of(parent, steps), comm, signals)
+
+
+def goes_on(sound: Path, parent: Path, damage: Damage, comm: MPI.Intracomm) -> None:
+    """Damage a copy of a run and let it go on: it makes its last step from the checkpoint, and says so."""
+    shutil.copytree(sound, parent)
+    damage(parent / "r")
+    with within(LIMIT_S):
+        made(parent, LAST, comm)
+    assert read_progress(parent / "r", LAST).is_finished
+    steps = read_log(parent / "r" / "log.jsonl").loss[0]
+    assert list(steps)[-1] == LAST
+
+
 def campaign(count: int, seed: int) -> int:
     """Try so many mutants of one run; returns how many do not hold."""
-    from mpi4py import MPI
-
-    from tests.training.test_damaged_run_folder import begun, goes_on
-
     found, draws = 0, mutants(seed)
     with tempfile.TemporaryDirectory(prefix="hpcllm damaged ") as name:
         sound = begun(Path(name))

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcllm.cli.options import add_stall_limit, file_or_folder, real, whole
+from hpcllm.cli.options import file_or_folder, whole
 from hpcllm.config.rules import Range
+from hpcllm.system.command_line import add_stall_limit, real
 from hpcllm.system.job import run_with_or_without_mpi
 from hpcllm.system.output import COLUMNS, add_output, is_json_alone, say, show
 from hpcllm.system.text import printable_path

@@ -13,9 +13,10 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hpcllm.cli.options import add_stall_limit, count, file_or_folder, real, whole
+from hpcllm.cli.options import count, file_or_folder, whole
 from hpcllm.config.rules import Range
 from hpcllm.errors import MeshError
+from hpcllm.system.command_line import add_stall_limit, real
 from hpcllm.system.job import launched_ranks
 from hpcllm.system.output import add_output, is_json_alone, write_json
 from hpcllm.system.text import harmless

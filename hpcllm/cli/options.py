@@ -7,7 +7,6 @@ parser (system/command_line.py) adds the option's name and ends with exit code 2
 from __future__ import annotations
 
 import argparse
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,9 +16,6 @@ from hpcllm.config.names import shown
 from hpcllm.config.rules import Range
 from hpcllm.config.schema import Config, load
 from hpcllm.errors import ConfigError
-from hpcllm.system.job import WAIT_LIMIT_S
-
-MOST_DIGITS = 60  # of a number on the command line
 
 
 def file_or_folder(text: str) -> Path:
@@ -57,21 +53,6 @@ def whole(least: int, most: int) -> Callable[[str], int]:
     return number
 
 
-def real(valid: Range) -> Callable[[str], float]:
-    """Make a `type=` function for numbers of a range."""
-
-    def number(text: str) -> float:
-        try:
-            value = float(text) if len(text) <= MOST_DIGITS else math.nan
-        except ValueError:
-            value = math.nan
-        if value not in valid:
-            raise argparse.ArgumentTypeError(f"{shown(text)} is out of range; valid: a number, {valid}")
-        return value
-
-    return number
-
-
 def options_given(
     arguments: argparse.Namespace, command: str, form: str, forms: Mapping[str, Sequence[str]]
 ) -> list[str]:
@@ -97,12 +78,6 @@ def add_run_file(parser: argparse.ArgumentParser, optional: bool = False) -> Non
     parser.add_argument("run", nargs="?" if optional else None, type=Path, metavar="RUN.toml", help=about)
     words = "override a key of the run file, as in --set mesh.dp=4; may be repeated"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=words)
-
-
-def add_stall_limit(parser: argparse._ActionsContainer, default: float = WAIT_LIMIT_S) -> None:
-    """Add --stall-s, for commands of several ranks whose limit is not in a run file."""
-    words = f"end if ranks wait so long for another; 6 times that while one works (default: {default:g})"
-    parser.add_argument("--stall-s", type=real(Range(0.1, 1e6)), default=default, metavar="S", help=words)
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:

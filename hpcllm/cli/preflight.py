@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from hpcllm.cli.options import add_run_file, add_stall_limit
+from hpcllm.cli.options import add_run_file
 from hpcllm.errors import ConfigError
+from hpcllm.system.command_line import add_stall_limit
 from hpcllm.system.output import COLUMNS, add_output, show
 
 if TYPE_CHECKING:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from hpcllm.cli.options import add_stall_limit, file_or_folder, real, whole
+from hpcllm.cli.options import file_or_folder, whole
 from hpcllm.config.rules import Range
+from hpcllm.system.command_line import add_stall_limit, real
 from hpcllm.system.output import add_output, show
 
 

@@ -25,8 +25,8 @@ from hpcllm.perf.arguments import (
 from hpcllm.perf.picture import draw
 from hpcllm.perf.records import markdown, read_json
 from hpcllm.system.affinity import set_affinity_of_job
-from hpcllm.system.command_line import Parser, run_command
-from hpcllm.system.job import StopSignals, run_job
+from hpcllm.system.command_line import Parser, add_stall_limit, run_command
+from hpcllm.system.job import WAIT_LIMIT_S, StopSignals, run_job
 from hpcllm.system.output import check_writable, is_json_alone, write_json
 
 COMMANDS = {  # name: (module that runs it, function that adds its options, help)
@@ -45,6 +45,8 @@ COMMANDS = {  # name: (module that runs it, function that adds its options, help
     "tune": ("tune", add_tune_arguments, "measure this allocation for `auto`"),
     "plot": ("", add_plot_arguments, "draw saved records, or print them as Markdown or JSON"),
 }
+
+ALONE = ("codec", "plot")  # no rank waits for another
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,6 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (_, add_options, summary) in COMMANDS.items():
         own = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
         add_options(own)
+        if name not in ALONE:
+            add_stall_limit(own)
         own.set_defaults(command=RUN.get(name, _measure))
 
 
@@ -79,7 +83,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         return code
 
     with StopSignals() as signals:
-        code = run_job(job)
+        code = run_job(job, vars(arguments).get("stall_s", WAIT_LIMIT_S))
         if signals.received:
             signals.keep_out()
         return code
@@ -91,7 +95,7 @@ def _step_or_tune(arguments: argparse.Namespace) -> int:
         code: int = _module(arguments).run(arguments, world)
         return code
 
-    return run_job(job)
+    return run_job(job, arguments.stall_s)
 
 
 def _module(arguments: argparse.Namespace) -> Any:

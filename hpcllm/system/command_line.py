@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import argparse
 import errno
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from hpcllm.config.names import closest, key_meant, nearest
+from hpcllm.config.names import closest, key_meant, nearest, shown
+from hpcllm.config.rules import Range
 from hpcllm.errors import ConfigError, HpcllmError, UsageError, UserError
+from hpcllm.system.job import WAIT_LIMIT_S
 from hpcllm.system.output import error_line
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errors of the file or device behind standard output
 MOST_USAGE_LINES = 3
+MOST_DIGITS = 60  # of a number on the command line
 ALSO = {"np": "ranks", "n": "ranks", "nprocs": "ranks", "world_size": "ranks", "rank": "row", "draw": "plot"}
 ALSO |= {"out": "output", "max_tokens": "tokens", "max_new_tokens": "tokens", "steps": "tokens"}
 DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"  # what web pages and word processors make of -- and -
@@ -219,3 +223,24 @@ def one_of(option: str, valid: Sequence[str]) -> Callable[[str], str]:
         raise ConfigError(f"{option} {text!r} is unknown; {nearest(text, valid)}")
 
     return choice
+
+
+def real(valid: Range) -> Callable[[str], float]:
+    """Make a `type=` function for numbers of a range."""
+
+    def number(text: str) -> float:
+        try:
+            value = float(text) if len(text) <= MOST_DIGITS else math.nan
+        except ValueError:
+            value = math.nan
+        if value not in valid:
+            raise argparse.ArgumentTypeError(f"{shown(text)} is out of range; valid: a number, {valid}")
+        return value
+
+    return number
+
+
+def add_stall_limit(parser: argparse._ActionsContainer, default: float = WAIT_LIMIT_S) -> None:
+    """Add --stall-s, for commands of several ranks whose limit is not in a run file."""
+    words = f"end if ranks wait so long for another; 6 times that while one works (default: {default:g})"
+    parser.add_argument("--stall-s", type=real(Range(0.1, 1e6)), default=default, metavar="S", help=words)
