@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from hpcllm.pipeline.schedules import SCHEDULES
 from hpcllm.plan.layouts import Layout
-from hpcllm.plan.memory.predict import first_rank_bound, layout_memory, lower_bound, states_lower_bound
+from hpcllm.plan.memory.predict import (
+    end_ranks_bound,
+    first_rank_bound,
+    layout_memory,
+    lower_bound,
+    states_lower_bound,
+)
 from hpcllm.plan.models import read_model
 
 MODELS = {
@@ -48,6 +54,10 @@ def test_no_layout_needs_less(name, drawn):
     of_first = first_rank_bound(MODELS[name], layout, global_batch)
     assert 0 < least <= needed
     assert 0 < of_first <= needed
+    of_ends = end_ranks_bound(MODELS[name], layout, global_batch)
+    assert of_first <= of_ends <= needed
+    if layout.pp * layout.chunks == 1:  # no messages
+        assert of_ends == needed
 
 
 @settings(max_examples=100, deadline=None)
