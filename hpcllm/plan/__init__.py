@@ -4,6 +4,7 @@ layouts.py, machine.py, models.py   what is planned for: a layout, a machine, a 
 resolve.py, run_config.py           is a run file valid on N ranks? run files <--> layouts; does a layout fit?
 time/, memory/                      the work and messages of a step, and what each rank holds
 prediction.py, cost.py              a step, and a whole training
+alike.py, numbered_work.py          for searches: stages that take equally long; the passes of a schedule as numbers
 layout_search.py                    the fastest layouts that fit, of those in layout_space.py; sensitivity.py: what if
 report.py, ranking.py, explain.py   one prediction, a search, the whole arithmetic: as text and JSON; picture.py
 rank_order/                         which rank in which slot of a node: `python -m hpcllm layout`

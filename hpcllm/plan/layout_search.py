@@ -8,7 +8,16 @@
 All wait in one queue, the least bound first. The first one is taken out and refined: a shape into its flavours, these
 into schedules, these into leaves; a leaf that does not fit into one that recomputes more, one that fits into a
 prediction. As no layout is faster than its bound, the search is over when as many as requested are predicted that are
-faster than whatever waits: nothing in the queue can be among them. Pure.
+faster than whatever waits: nothing in the queue can be among them.
+
+Of what layouts have in common, each is worked out once, and kept by the keys of a layout that it depends on:
+
+    traffic    dp, pp, tp, order, precision, policy                            seconds by collective or path, and bytes
+    passes     tp, micro_batch, recompute, ..., and only apart: dp, pp, order  by kind of stage
+    StepCache  all of these                                                    bounds and runs by schedule and chunks
+
+Does it fit? A bound of all ranks, one of the first rank, the ranks at both ends without messages, then all of them:
+each costs more than the one before, and rejects most of what is left. Pure.
 """
 
 from __future__ import annotations

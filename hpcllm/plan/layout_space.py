@@ -195,9 +195,8 @@ class Space:
 
     def _tensor(self) -> list[int]:
         """List tp such that its ranks share a node, or fill nodes, and divide what they split."""
-        shape, node = self.model.shape, self.machine.device.per_node
-        split = math.gcd(shape.heads, shape.ffn, shape.key_value_heads)
-        most = min(split, self.devices, shape.vocabulary, MOST_NODES * node)
+        node, split = self.machine.device.per_node, self.model.most_tp
+        most = min(split, self.devices, self.model.shape.vocabulary, MOST_NODES * node)
         usual = [tp for tp in range(1, most + 1) if split % tp == 0 and (node % tp == 0 or tp % node == 0)]
         return [tp for tp in self.constraints.choices("tp", usual) if split % tp == 0 and tp <= self.devices]
 

@@ -66,6 +66,17 @@ class Model:
     def parameters(self) -> int:
         return parameter_count(self.shape)
 
+    @property
+    def split_by_tp(self) -> dict[str, int]:
+        """Sizes that tp has to divide, by their names: weights are split by whole heads."""
+        shape = self.shape
+        return {"heads": shape.heads, "key and value heads": shape.key_value_heads, "ffn channels": shape.ffn}
+
+    @cached_property
+    def most_tp(self) -> int:
+        """The largest tp that divides all of these; its divisors do, too."""
+        return math.gcd(*self.split_by_tp.values())
+
     @cached_property
     def flops_per_token(self) -> float:
         """FLOPs of one forward and backward pass, nothing recomputed."""

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from hpcllm.errors import ConfigError
 from hpcllm.pipeline.checker import check
-from hpcllm.plan.layout_search import HEADROOM, search
-from hpcllm.plan.layout_space import Space, parse_constraints
+from hpcllm.plan.layout_search import HEADROOM, _decides_times, search
+from hpcllm.plan.layout_space import CHOSEN, Space, parse_constraints
+from hpcllm.plan.layouts import Layout
 from hpcllm.plan.machine import read_machine
 from hpcllm.plan.memory import peak_points
 from hpcllm.plan.models import read_model
@@ -125,6 +126,16 @@ def test_nothing_fits_and_says_what_lacks_least():
     assert not found.nearest.fits
     assert found.nearest.layout.devices <= 8
     assert found.counts["does not fit"] == sum(found.counts.values())
+
+
+def test_times_are_kept_by_every_key_that_may_change_them():
+    """All that a search chooses, but schedule and chunks, by which the parts are kept, and shard, which comes later."""
+    some = Layout(dp=4, pp=2, tp=4, trainer="hpcllm")
+    others = {"dp": 2, "pp": 4, "tp": 2, "micro_batch": 2, "recompute": "full", "sequence_parallel": True}
+    others |= {"precision": "fp32", "policy": "hpcllm", "order": "tp,pp,dp"}
+    assert set(others) == set(CHOSEN) - {"schedule", "chunks", "shard"}
+    for key, value in others.items():
+        assert _decides_times(dataclasses.replace(some, **{key: value})) != _decides_times(some), key
 
 
 @pytest.mark.parametrize("devices", [13, 997])

@@ -7,8 +7,7 @@ import re
 import pytest
 
 from hpcllm.plan.layout_search import Search, search
-from hpcllm.plan.obstacles import obstacles
-from hpcllm.plan.ranking import lines, nothing
+from hpcllm.plan.ranking import lines, nothing, obstacles
 
 MODEL = {"layers": 6, "hidden": 96, "heads": 12, "kv_heads": 4, "ffn": 256, "vocab": 512, "sequence": 64}
 
