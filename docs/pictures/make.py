@@ -6,7 +6,7 @@
     collectives.png             hpcllm perf plot, from the records of perf/collectives
     checkpoint.svg              from perf/checkpoint_speed.json
     measured-step.svg           hpcllm schedule --measured, of a run on two ranks made here
-    report.png                  the report of runs/tiny (jobscripts/local/train.sh), photographed by `chromium` on PATH
+    report.png                  the report of runs/tiny (jobscripts/local/train.sh), photographed by a Chromium on PATH
 
 PNGs are stored with few colours: tests/docs holds each picture to 60 kB. Run it in the environment of .venv.
 """
@@ -43,6 +43,7 @@ microbatches = 8
 [log]
 trace_steps = [10]
 """
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 METHODS = ("pwrite + fsync", "hpcllm offsets", "torch.save", "torch.distributed.checkpoint")
 
 
@@ -57,7 +58,9 @@ def shrink(path: Path, colours: int = 64, width: int = 1000) -> None:
         small = picture.convert("RGB")
     if small.width > width:
         small = small.resize((width, round(small.height * width / small.width)), Image.Resampling.LANCZOS)
-    small.quantize(colours, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
+    # kmeans: each colour becomes the mean of its pixels, without which grey turns violet
+    few = small.quantize(colours, Image.Quantize.MAXCOVERAGE, kmeans=1, dither=Image.Dither.NONE)
+    few.save(path, optimize=True)
 
 
 def schedule() -> None:
@@ -77,7 +80,7 @@ def published() -> None:
 def collectives() -> None:
     records = ROOT / "perf/collectives/hosts2.json"
     hpcllm(f"perf plot {records} --plot {HERE / 'collectives.png'}")
-    shrink(HERE / "collectives.png", colours=24)
+    shrink(HERE / "collectives.png")
 
 
 def checkpoint() -> None:
@@ -107,9 +110,12 @@ def measured_step() -> None:
 
 def report() -> None:
     page = ROOT / "runs/tiny/report/index.html"
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if not browser or not page.parents[1].is_dir():
+        sys.exit(f"report: needs one of {', '.join(BROWSERS)} on PATH, and runs/tiny of jobscripts/local/train.sh")
     hpcllm("report runs/tiny")
     photograph = [f"--screenshot={HERE / 'report.png'}", "--window-size=1000,920", "--hide-scrollbars"]
-    subprocess.run(["chromium", "--headless", "--no-sandbox", *photograph, page.as_uri()], check=True)
+    subprocess.run([browser, "--headless", "--no-sandbox", *photograph, page.as_uri()], check=True)
     shrink(HERE / "report.png", width=800)
 
 
@@ -124,5 +130,7 @@ PICTURES = {
 }
 
 if __name__ == "__main__":
+    if strange := set(sys.argv[1:]) - set(PICTURES):
+        sys.exit(f"no picture {', '.join(sorted(strange))}; valid: {', '.join(PICTURES)}")
     for picture in sys.argv[1:] or PICTURES:
         PICTURES[picture]()
