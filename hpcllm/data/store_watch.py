@@ -1,4 +1,4 @@
-"""Checks of what training reads: its length once a second; now and then, in a thread, the checksum of a block.
+"""Checks of what training reads: the length of its file, and now and then, in a thread, the checksum of a block.
 
     step         k     k+1   k+2   ...   each: 30 us of data.loader's time to see that nothing is due or to learn how
     every_s      |----------------|      the last one ended
@@ -7,8 +7,9 @@
 Samples are drawn evenly from a store, so are the blocks: in an hour a rank verifies 360 of them, 1.5 GB. A bit that
 flipped on the way from the disk or in the page cache is named with its place instead of being learned from.
 
-To read what a file no longer has is a SIGBUS, which ends the process without a word. So its length is asked for before
-a batch is read, at most once in LENGTH_EVERY_S, as on a parallel file system that is a message to a server.
+To read what a file no longer has is a SIGBUS, which ends the process. So its length is asked for before a batch is
+read: each time on a local disk (microseconds), less often where that is a message to a server, for LENGTH_SHARE of the
+time at most.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from hpcllm.data.store import Split, TokenStore
 
 EVERY_S = 10.0
-LENGTH_EVERY_S = 1.0
+LENGTH_SHARE = 1e-3
 
 
 @dataclass
@@ -41,9 +42,10 @@ class StoreWatch:
 
     def will_read(self) -> None:
         """See, if that is due, that the store is as long as it was. Raises CheckpointError. Not collective."""
-        if time.monotonic() >= self._length_due_s:
-            self._length_due_s = time.monotonic() + LENGTH_EVERY_S
+        if (began_s := time.monotonic()) >= self._length_due_s:
             self.store.check_length()
+            now_s = time.monotonic()
+            self._length_due_s = now_s + (now_s - began_s) / LENGTH_SHARE
 
     def saw(self, token: int) -> None:
         """Take note that a batch was read from `token` on; begin to verify its block if one is due.
