@@ -18,7 +18,7 @@ from mpi4py import MPI
 from hpcllm.mpi import meeting_comm, stuck_calls, wait
 from hpcllm.mpi.meeting_comm import COLLECTIVES, MAKERS, MeetingComm, plain
 from hpcllm.mpi.stuck_calls import LOOKS, StuckCalls
-from tests.system.test_job import ROOT, environment, launcher
+from tests.system.test_job import ROOT, environment, launcher, run_script
 
 LIMIT_S = 60.0
 STOPPED = """
@@ -52,15 +52,7 @@ sys.exit(code)
 @pytest.mark.parametrize("where", ["MPI_Init", "on_root", "bcast", "Allreduce", "Dup", "MPI_Finalize"])
 def test_a_rank_that_stops_at_any_time_ends_the_job_with_its_words(where):
     start = time.monotonic()
-    done = subprocess.run(
-        [*launcher(2), sys.executable, "-c", STOPPED, where],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        timeout=LIMIT_S,
-    )
+    done = run_script(STOPPED, 2, where)
     assert done.returncode != 0
     said = f"the job ends: {where} does not return" if "MPI" in where else r"rank 1 \(.*\) has not answered"
     assert re.search(said, done.stderr), done.stderr
@@ -80,9 +72,9 @@ def test_every_blocking_collective_of_a_command_has_a_name_and_a_limit():
         made.Free()
 
 
-def looked_at(block: Callable[[threading.Event], None]) -> str:
-    """What is found of a thread that runs the block."""
-    end, calls, found = threading.Event(), StuckCalls(), ""
+def looked_at(block: Callable[[threading.Event], None], end: threading.Event) -> str:
+    """What is found of a thread that runs the block until the end, which is set once it was looked for long enough."""
+    calls, found = StuckCalls(), ""
     thread = threading.Thread(target=block, args=(end,), daemon=True)
     thread.start()
     for _ in range(3 * LOOKS):
@@ -102,7 +94,7 @@ def test_what_takes_long_but_is_no_call_of_mpi_is_left_alone():
         wait.Waits(60.0).until(end.is_set, lambda: "the end")
 
     for block in (compute, poll, threading.Event.wait):
-        assert looked_at(block) == ""
+        assert looked_at(block, threading.Event()) == ""
 
 
 def late_receive(tmp_path, monkeypatch, comm: MPI.Intracomm, call: str) -> str:
@@ -114,15 +106,8 @@ def late_receive(tmp_path, monkeypatch, comm: MPI.Intracomm, call: str) -> str:
     exec(compile(source.read_text(), str(source), "exec"), names)
     end = threading.Event()
     sender = threading.Thread(target=lambda: (end.wait(), MPI.COMM_SELF.Send(np.ones(1), 0, 7)))
-    receiver = threading.Thread(target=lambda: names["receive"](comm, np.empty(1)), daemon=True)
     sender.start()
-    receiver.start()
-    calls, found = StuckCalls(), ""
-    for _ in range(3 * LOOKS):
-        time.sleep(0.01)
-        found = found or calls.look(0.1, time.monotonic())
-    end.set()
-    receiver.join()
+    found = looked_at(lambda _: names["receive"](comm, np.empty(1)), end)
     sender.join()
     return found
 

@@ -16,7 +16,7 @@ import pytest
 from mpi4py import MPI
 
 from hpcllm.mpi import watchdog
-from tests.system.test_job import ROOT, environment, launcher
+from tests.system.test_job import ROOT, environment, launcher, run_script
 
 LIMIT_S = 60.0  # of a job that ought to take about ten seconds
 STALL_S, GRACE_S, DEPUTY_S = 1.5, 0.6, 0.6  # of the letters below
@@ -66,15 +66,7 @@ sys.exit(run_job(command))
 
 def end_of_letters(stopped: str, ranks: int, writer: str = "letters") -> tuple[int, str, float]:
     """Exit code, standard error and seconds since the stop of a job in which some ranks stop at letter 20."""
-    done = subprocess.run(
-        [*launcher(ranks), sys.executable, "-c", LETTERS, stopped, writer],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        timeout=LIMIT_S,
-    )
+    done = run_script(LETTERS, ranks, stopped, writer)
     stopped_at = max(map(float, re.findall(r"\d{9,}\.\d+", done.stdout)))  # two ranks' lines may come mixed
     return done.returncode, done.stderr, time.time() - stopped_at
 

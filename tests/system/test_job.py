@@ -47,12 +47,10 @@ def environment() -> dict[str, str]:
     return {"PYTHONPATH": str(ROOT)} | kept | allowed
 
 
-def job(command: str, ranks: int = 2) -> tuple[int, str, str, float]:
-    """Exit code, standard output, standard error, seconds of `run_job(lambda world: command)` on some ranks."""
-    script = f"{PREAMBLE}\ndef command(world):\n    {command}\n    return 0\n\nsys.exit(run_job(command))\n"
-    start = time.monotonic()
-    done = subprocess.run(
-        [*launcher(ranks), sys.executable, "-c", script],
+def run_script(script: str, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of Python on some ranks, without standard input."""
+    return subprocess.run(
+        [*launcher(ranks), sys.executable, "-c", script, *arguments],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -60,6 +58,13 @@ def job(command: str, ranks: int = 2) -> tuple[int, str, str, float]:
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
     )
+
+
+def job(command: str, ranks: int = 2) -> tuple[int, str, str, float]:
+    """Exit code, standard output, standard error, seconds of `run_job(lambda world: command)` on some ranks."""
+    script = f"{PREAMBLE}\ndef command(world):\n    {command}\n    return 0\n\nsys.exit(run_job(command))\n"
+    start = time.monotonic()
+    done = run_script(script, ranks)
     return done.returncode, done.stdout, done.stderr, time.monotonic() - start
 
 
