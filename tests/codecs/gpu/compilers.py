@@ -25,6 +25,8 @@ def library(compiler: str) -> ctypes.CDLL | None:
     """None where the compiler is not installed."""
     wheels = [path for folder in sys.path for path in Path(folder).glob(f"nvidia/*/lib/lib{compiler}.so.*")]
     for name in [*map(str, sorted(wheels)), *NAMES[compiler], find_library(compiler) or ""]:
+        for parts in Path(name).parent.glob(f"lib{compiler}-builtins.so.*"):
+            ctypes.CDLL(str(parts))  # NVRTC 13.0 of PyTorch's default wheel does not find them itself
         try:
             found = ctypes.CDLL(name)
             getattr(found, f"{compiler}CreateProgram")
