@@ -202,7 +202,7 @@ validation_sequences = 2
 every_steps = 1
 """
     )
-    told = cli("train", tmp_path / "a run.toml")
+    told = cli("train", tmp_path / "a run.toml", "--wide")
     assert "pretend a rank, 1 thread(s) a rank" in told
     assert " GB on the device, " in told
     told = cli("generate", tmp_path / "r", "--prompt", "alpha", "--tokens", "5", "--seed", "1")
