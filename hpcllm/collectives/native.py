@@ -3,12 +3,17 @@
 Uncompressed only: MPI can neither add up our codes nor tell how long they are. Sums are of fp32 only, because MPI has
 no portable 16-bit floats; data movement is of any dtype.
 
+    waits without a limit     MPI's blocking call, the faster one; library_calls.py makes the same at once
+    with one                  the nonblocking call, polled
+    chunks of one length      the call without counts, which libraries do better
+
 Arrays on a device: a GPU-aware library moves them where they are. For all others, and for every sum, which libraries
 make on the host anyway, the whole array goes through pinned memory.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +26,7 @@ from hpcllm.mpi.buffers import LARGEST_MESSAGE_BYTES, as_buffer
 from hpcllm.mpi.message_memory import DeviceMemory
 from hpcllm.mpi.partition import chunk_range
 
-UNITS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}  # moved, never added
+UNITS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.FLOAT, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}  # moved, never added
 
 
 def native_allreduce(x: torch.Tensor, group: Group, codec: Codec) -> None:
@@ -38,15 +43,19 @@ def native_allreduce(x: torch.Tensor, group: Group, codec: Codec) -> None:
 def native_reduce_scatter(x: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec) -> None:
     """x (n,) float32 -> out: this rank's chunk of the sum. Collective. Raises ValueError on another dtype or codec."""
     _check_sum(codec)
-    counts = _counts(x.numel(), group)[0]
+    _check_count(x.numel())
     addends, total = _on_host("addends", x, group), _on_host("sum", out, group, filled=False)
-    _wait(group, "reduce_scatter", group.comm.Ireduce_scatter(addends.numpy(), total.numpy(), counts))
+    if x.numel() % group.size == 0:
+        _call(group, "Reduce_scatter_block", addends.numpy(), total.numpy())
+    else:
+        _call(group, "Reduce_scatter", addends.numpy(), total.numpy(), _counts(x.numel(), group.size)[0])
     _bring_back(total, out)
 
 
 def native_allgather(part: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec) -> None:
     """part (own chunk,), which may be out's own chunk -> out (n,). Collective. Raises ValueError on another codec."""
     _check_raw(codec)
+    _check_count(out.numel())
     start, end = chunk_range(out.numel(), group.size, group.rank)
     in_place = part.data_ptr() == out[start:].data_ptr()
     everything = _for_library("everything", out, group, filled=False)
@@ -54,16 +63,19 @@ def native_allgather(part: torch.Tensor, out: torch.Tensor, group: Group, codec:
         everything[start:end].copy_(part)
         in_place = True
     sent = MPI.IN_PLACE if in_place else _units(_for_library("part", part, group))
-    _wait(group, "allgather", group.comm.Iallgatherv(sent, _units(everything, _counts(out.numel(), group))))
+    if out.numel() % group.size == 0:
+        _call(group, "Allgather", sent, _units(everything))
+    else:
+        _call(group, "Allgatherv", sent, _units(everything, _counts(out.numel(), group.size)))
     _bring_back(everything, out)
 
 
 def native_alltoall(x: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec) -> None:
     """Block r of x (n,), n a multiple of the ranks, goes to rank r. Collective. Raises ValueError on another codec."""
     _check_raw(codec)
-    counts = _counts(x.numel(), group)
+    _check_count(x.numel())
     leaving, coming = _for_library("leaving", x, group), _for_library("coming", out, group, filled=False)
-    _wait(group, "alltoall", group.comm.Ialltoallv(_units(leaving, counts), _units(coming, counts)))
+    _call(group, "Alltoall", _units(leaving), _units(coming))
     _bring_back(coming, out)
 
 
@@ -73,7 +85,7 @@ def native_broadcast(x: torch.Tensor, root: int, group: Group, codec: Codec) -> 
     step = LARGEST_MESSAGE_BYTES // x.element_size()
     everything = _for_library("everything", x, group, filled=group.rank == root)
     for start in range(0, x.numel(), step):
-        _wait(group, "broadcast", group.comm.Ibcast(_units(everything[start : start + step]), root))
+        _call(group, "Bcast", _units(everything[start : start + step]), root)
     if group.rank != root:
         _bring_back(everything, x)
 
@@ -102,16 +114,25 @@ def _bring_back(values: torch.Tensor, x: torch.Tensor) -> None:
         x.copy_(values)
 
 
-def _wait(group: Group, operation: str, request: MPI.Request) -> None:
-    group.wire.waits.all([request], lambda: f"the library's {operation} over {group.size} ranks")
+def _call(group: Group, name: str, *arguments: Any) -> None:
+    """Make a collective call of the library by its name: the blocking one, or its twin that is polled."""
+    if group.wire.waits.limit_s is None:
+        getattr(group.comm, name)(*arguments)
+        return
+    request = getattr(group.comm, f"I{name.lower()}")(*arguments)
+    group.wire.waits.all([request], lambda: f"the library's {name.lower()} over {group.size} ranks")
 
 
-def _counts(n: int, group: Group) -> tuple[list[int], list[int]]:
+@lru_cache(maxsize=64)
+def _counts(n: int, ranks: int) -> tuple[list[int], list[int]]:
     """Lengths and starts of all chunks."""
+    ranges = [chunk_range(n, ranks, rank) for rank in range(ranks)]
+    return [end - start for start, end in ranges], [start for start, _ in ranges]
+
+
+def _check_count(n: int) -> None:
     if n > LARGEST_COUNT:
         raise ValueError(f"native takes at most {LARGEST_COUNT} values at once, not {n}; valid: another algorithm")
-    ranges = [chunk_range(n, group.size, rank) for rank in range(group.size)]
-    return [end - start for start, end in ranges], [start for start, _ in ranges]
 
 
 def _units(x: torch.Tensor, counts: Any = None) -> Any:

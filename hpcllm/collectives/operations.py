@@ -20,10 +20,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 from hpcllm.codecs.casts import Raw
 from hpcllm.codecs.catalogue import VALUE_TYPES, find_codec
@@ -33,6 +31,7 @@ from hpcllm.collectives import (
     broadcasts,
     bruck,
     doubling,
+    library_calls,
     native,
     node_window,
     pairwise,
@@ -81,8 +80,6 @@ ALGORITHMS: dict[str, dict[str, Callable[..., None]]] = {
     },
 }
 CPU_ONLY = ("node_window",)  # algorithms that work in memory which the ranks of a node share
-FLOAT32 = np.dtype(np.float32)
-SHORTCUT_BYTES = 64 << 10
 
 
 def allreduce(
@@ -93,11 +90,8 @@ def allreduce(
     x: contiguous, float32, bfloat16 or float16; sums are made in fp32. In place, unless `out`, like x, is given.
     """
     group = group_of(comm)
-    if codec == "raw" and algorithm == "auto" and out is None:
-        memory = _shortcut(x, group)
-        if memory is not None:
-            group.comm.Allreduce(MPI.IN_PLACE, memory)
-            return x
+    if codec == "raw" and algorithm == "auto" and out is None and library_calls.allreduce(x, group) is not None:
+        return x
     values = flat(x, written=out is None)
     if out is not None:
         values = _copied(values, x, out)
@@ -113,6 +107,8 @@ def reduce_scatter(
     x: contiguous, float32, bfloat16 or float16, left as it is. Returns out, or a new (own chunk,) array of x's kind.
     """
     group = group_of(comm)
+    if codec == "raw" and algorithm == "auto" and (done := library_calls.reduce_scatter(x, group, out)) is not None:
+        return done
     values = flat(x, written=False)
     start, end = chunk_range(values.numel(), group.size, group.rank)
     out = new_like(x, (end - start,)) if out is None else out
@@ -137,6 +133,8 @@ def allgather(
     and may be that very memory.
     """
     group = group_of(comm)
+    if codec == "raw" and algorithm == "auto" and (done := library_calls.allgather(part, group, out)) is not None:
+        return done
     values = flat(part, written=False)
     if out is None:
         shape = tuple(part.shape) or (1,)
@@ -163,6 +161,8 @@ def alltoall(
     block for itself is not encoded. Returns out, or a new array of x's kind and shape.
     """
     group = group_of(comm)
+    if codec == "raw" and algorithm == "auto" and (done := library_calls.alltoall(x, group, out)) is not None:
+        return done
     values = flat(x, written=False)
     if values.numel() % group.size:
         raise ValueError(f"alltoall: {values.numel()} values do not make {group.size} blocks of the same length")
@@ -182,31 +182,13 @@ def broadcast(
     x: contiguous, of any dtype with the codec raw.
     """
     group = group_of(comm)
+    if codec == "raw" and algorithm == "auto" and library_calls.broadcast(x, group, root) is not None:
+        return x
     if not 0 <= root < group.size:
         raise ValueError(f"broadcast: root {root} is none of {group.size} ranks; valid: 0 to {group.size - 1}")
     values = flat(x, written=True)
     _run("broadcast", values, codec, algorithm, group, values, root)
     return x
-
-
-def _shortcut(x: Array, group: Group) -> NDArray[Any] | None:
-    """x's memory if nothing is left to decide: fp32, for which `auto` has chosen the library before, which may block.
-
-    For small messages the way through the general path would take longer than the sum.
-    """
-    if type(x) is np.ndarray:
-        if x.dtype is not FLOAT32 or not x.flags.c_contiguous or not x.flags.writeable:
-            return None
-        memory = x
-    elif (
-        type(x) is torch.Tensor and x.dtype is torch.float32 and x.is_contiguous() and x.is_cpu and not x.requires_grad
-    ):
-        memory = x.numpy()
-    else:
-        return None
-    plan = group.plans.get(("allreduce", memory.size, "raw", torch.float32, "cpu"))
-    blocking = plan is not None and plan.algorithm == "native" and group.wire.waits.limit_s is None
-    return memory if blocking and memory.nbytes <= SHORTCUT_BYTES and not group.broken else None
 
 
 def _run(

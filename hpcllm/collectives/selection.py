@@ -2,7 +2,7 @@
 
 Without measured rates, by rule, so that every run sums in the same order; arrays on the CPU:
 
-    one node,  raw    node_window; up to 64 KiB native where waits have no limit, so that the library may block
+    one node,  raw    node_window; where waits have no limit, so that the library may block, native up to LIBRARY_BYTES
     more,      raw    fp32 up to 64 KiB native, then two_level where ranks share nodes, else by size per rank
     a codec           two_level where ranks share nodes, else two_step
 
@@ -28,6 +28,8 @@ from hpcllm.collectives.tuning import VALUE_BITS, Coding, Rates, Shape, Tuning
 IN_WINDOWS = ("allreduce", "reduce_scatter", "allgather")
 SUMS = ("allreduce", "reduce_scatter")
 SMALL_BYTES = 64 << 10  # up to here latency decides, and the library's is the lowest
+# up to here the library's blocking call was the fastest on a node: MPICH and Open MPI, 2 and 3 ranks, private arrays
+LIBRARY_BYTES = {"allreduce": 1 << 20, "reduce_scatter": 1 << 20, "allgather": 4 << 20}
 LONG_CHUNK_BYTES = 32 << 10  # a ring sends 2 (ranks - 1) chunks one after another: worth it from here
 LEAST_GAIN = 1.05  # less is not worth a codec's error, nor the prediction's
 LARGEST_COUNT = 2**31 - 1  # of most MPI libraries
@@ -76,7 +78,8 @@ def by_rule(operation: str, x: Values, shape: Shape, may_block: bool) -> str:
     """The algorithm for x over ranks that lie on nodes as shape says. may_block: true if waits have no limit."""
     if x.raw and shape.nodes == 1 and operation in IN_WINDOWS and x.on_cpu:
         may_use_library = operation not in SUMS or x.full
-        return "native" if x.small and may_use_library and may_block else "node_window"
+        is_faster = may_block and x.size_bytes <= LIBRARY_BYTES[operation]
+        return "native" if may_use_library and is_faster else "node_window"
     if operation == "allreduce":
         return _allreduce(x, shape)
     if operation == "reduce_scatter":

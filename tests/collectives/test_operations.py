@@ -34,6 +34,38 @@ def test_every_operation_answers_in_the_caller_s_kind(comm):
             assert result.dtype == x.dtype
 
 
+def as_kind(kind, values):
+    """A copy as a NumPy array, a tensor, or as kinds that need the general way: followed by autograd, read-only."""
+    x = np.array(values, dtype="f4")
+    x.flags.writeable = kind != "read-only"
+    return x if kind in ("numpy", "read-only") else torch.from_numpy(x).requires_grad_(kind == "followed")
+
+
+@pytest.mark.parallel([1, 2, 3])
+@pytest.mark.parametrize("kinds", [("numpy",), ("torch",), ("torch", "numpy", "followed"), ("read-only", "torch")])
+@pytest.mark.parametrize("with_out", [False, True])
+def test_ranks_may_bring_different_kinds_of_arrays_again_and_again(comm, kinds, with_out):
+    """From the second time on some take the short way to the library (library_calls.py), and others do not."""
+    group, kind = make_group(comm), kinds[comm.rank % len(kinds)]
+    written = "numpy" if kind == "read-only" else kind
+    x = np.arange(4 * comm.size)
+    every = [x + 100 * rank for rank in range(comm.size)]  # what the ranks bring
+    mine, own = every[comm.rank], slice(4 * comm.rank, 4 * comm.rank + 4)
+    moving = {  # operation: what is brought, the result
+        reduce_scatter: (mine, sum(every)[own]),
+        allgather: (mine[own], np.concatenate([each[4 * r : 4 * r + 4] for r, each in enumerate(every)])),
+        alltoall: (mine, np.concatenate([each[own] for each in every])),
+    }
+    for _ in range(3):
+        for operation, (brought, expected) in moving.items():
+            out = as_kind(written.replace("followed", "torch"), 0 * expected) if with_out else None
+            assert np.array_equal(operation(as_kind(kind, brought), group, out=out), expected)
+        assert np.array_equal(allreduce(as_kind(written, mine), group).tolist(), sum(every))
+        assert np.array_equal(broadcast(as_kind(written, mine), group, comm.size - 1).tolist(), every[-1])
+    assert {plan.algorithm for plan in group.plans.values()} == {"native"}
+    group.free()
+
+
 @pytest.mark.parallel([1, 2, 3])
 def test_empty_and_single_values(comm):
     assert allreduce(np.zeros((0, 3), "f4"), comm).shape == (0, 3)
