@@ -19,6 +19,7 @@ from mpi4py import MPI
 
 from hpcllm.collectives.arrays import Array, new_like, overlap
 from hpcllm.collectives.group import Group
+from hpcllm.collectives.native import counts_of
 from hpcllm.mpi.buffers import LARGEST_MESSAGE_BYTES
 
 FLOAT32 = np.dtype(np.float32)
@@ -33,13 +34,14 @@ def allreduce(x: Array, group: Group) -> Array | None:
 
 def reduce_scatter(x: Array, group: Group, out: Array | None) -> Array | None:
     n = _count(x)
-    if n % group.size or not _may_call("reduce_scatter", n, group):
+    if not _may_call("reduce_scatter", n, group):
         return None
+    counts = counts_of(n, group.size)[0]
     if out is None:
-        out = new_like(x, (n // group.size,))
-    elif not _can_take(out, x, n // group.size):
+        out = new_like(x, (counts[group.rank],))
+    elif not _can_take(out, x, counts[group.rank]):
         return None
-    group.comm.Reduce_scatter_block(_memory(x), _memory(out))
+    group.comm.Reduce_scatter(_memory(x), _memory(out), counts)
     return out
 
 

@@ -5,7 +5,8 @@ no portable 16-bit floats; data movement is of any dtype.
 
     waits without a limit     MPI's blocking call, the faster one; library_calls.py makes the same at once
     with one                  the nonblocking call, polled
-    chunks of one length      the call without counts, which libraries do better
+    chunks of one length      the call without counts, which libraries do better; but for reduce_scatter, which Open MPI
+                              without counts makes of a reduce and a scatter
 
 Arrays on a device: a GPU-aware library moves them where they are. For all others, and for every sum, which libraries
 make on the host anyway, the whole array goes through pinned memory.
@@ -45,10 +46,7 @@ def native_reduce_scatter(x: torch.Tensor, out: torch.Tensor, group: Group, code
     _check_sum(codec)
     _check_count(x.numel())
     addends, total = _on_host("addends", x, group), _on_host("sum", out, group, filled=False)
-    if x.numel() % group.size == 0:
-        _call(group, "Reduce_scatter_block", addends.numpy(), total.numpy())
-    else:
-        _call(group, "Reduce_scatter", addends.numpy(), total.numpy(), _counts(x.numel(), group.size)[0])
+    _call(group, "Reduce_scatter", addends.numpy(), total.numpy(), counts_of(x.numel(), group.size)[0])
     _bring_back(total, out)
 
 
@@ -66,7 +64,7 @@ def native_allgather(part: torch.Tensor, out: torch.Tensor, group: Group, codec:
     if out.numel() % group.size == 0:
         _call(group, "Allgather", sent, _units(everything))
     else:
-        _call(group, "Allgatherv", sent, _units(everything, _counts(out.numel(), group.size)))
+        _call(group, "Allgatherv", sent, _units(everything, counts_of(out.numel(), group.size)))
     _bring_back(everything, out)
 
 
@@ -124,7 +122,7 @@ def _call(group: Group, name: str, *arguments: Any) -> None:
 
 
 @lru_cache(maxsize=64)
-def _counts(n: int, ranks: int) -> tuple[list[int], list[int]]:
+def counts_of(n: int, ranks: int) -> tuple[list[int], list[int]]:
     """Lengths and starts of all chunks."""
     ranges = [chunk_range(n, ranks, rank) for rank in range(ranks)]
     return [end - start for start, end in ranges], [start for start, _ in ranges]

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from hpcllm.codecs import find_codec
 from hpcllm.collectives import allgather, allreduce, alltoall, broadcast, group_of, reduce_scatter
 from hpcllm.collectives.group import make_group
+from hpcllm.mpi.partition import chunk_range
 from hpcllm.mpi.wait import Waits
 
 
@@ -51,8 +52,9 @@ def test_ranks_may_bring_different_kinds_of_arrays_again_and_again(comm, kinds, 
     x = np.arange(4 * comm.size)
     every = [x + 100 * rank for rank in range(comm.size)]  # what the ranks bring
     mine, own = every[comm.rank], slice(4 * comm.rank, 4 * comm.rank + 4)
+    uneven = [np.append(each, 7) for each in every]  # chunks of different lengths
     moving = {  # operation: what is brought, the result
-        reduce_scatter: (mine, sum(every)[own]),
+        reduce_scatter: (uneven[comm.rank], sum(uneven)[slice(*chunk_range(x.size + 1, comm.size, comm.rank))]),
         allgather: (mine[own], np.concatenate([each[4 * r : 4 * r + 4] for r, each in enumerate(every)])),
         alltoall: (mine, np.concatenate([each[own] for each in every])),
     }
