@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     marker = "mark.pretend" if MODE else f"mark.{group}" if group else ""
     is_tests = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     return True if is_tests and marker not in collection_path.read_text(encoding="utf-8") else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    """Give signals back to whom they were: a command that ends well leaves some ignored, and children inherit that."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        return (yield)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its marker

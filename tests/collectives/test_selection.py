@@ -16,6 +16,7 @@ from hpcllm.collectives.cost import COSTS, cost_s
 from hpcllm.collectives.group import group_of, make_group
 from hpcllm.collectives.selection import (
     LEAST_GAIN,
+    LIBRARY_BYTES,
     ROUNDS_EACH_HOP,
     SMALL_BYTES,
     Values,
@@ -215,8 +216,9 @@ def test_the_shape_of_a_group(comm):
 def test_the_library_is_asked_only_where_it_may_block(comm, operation):
     """A sum of the library that is polled moves on only when its waits wake up."""
     group = group_of(comm)
+    most = LIBRARY_BYTES[operation] // 4
     for limit_s, small in ((None, "native"), (60.0, "node_window")):
         group.wire.waits = Waits(limit_s)
-        chosen = {n: plan(operation, n, find_codec("raw"), group).algorithm for n in (100, 1 << 20)}
-        assert chosen == {100: small, 1 << 20: "node_window"}
+        chosen = {n: plan(operation, n, find_codec("raw"), group).algorithm for n in (100, most, most + 1)}
+        assert chosen == {100: small, most: small, most + 1: "node_window"}
         assert plan(operation, 100, find_codec("int8"), group).algorithm in ("two_step", "bruck")
