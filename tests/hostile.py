@@ -3,6 +3,7 @@
     make(folder)              the files that they name: sound ones, and pipes, devices, loops, junk
     command_lines(seed)       endless: ["memory", "run.toml", "--set", "model.layers=1e400"], ...
     fault(code, said, wrote)  what is wrong with an answer; "" if nothing is
+    within(seconds)           a limit of time for what has hostile input
 
 The law: exit code 0, 1, 2 or 75, no traceback, no control character of another's making, and an error in one line. For
 the tests of this folder's cli/ in one process, and for perf/hostile_inputs.py, which has hours.
@@ -14,7 +15,9 @@ import json
 import os
 import random
 import re
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -254,3 +257,19 @@ def fault(code: int | str | None, output: str, errors: str) -> str:
     if code == 2 and len(mistakes) != 1:
         return f"{len(mistakes)} lines of error"
     return ""
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in what takes longer."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -15,7 +15,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import traceback
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hostile import within
 from mpi4py import MPI
 from small_runs import tiny
 
@@ -133,22 +133,6 @@ REPLACE: dict[str, Damage] = {
 
 def _content(path: Path) -> bytes:
     return path.read_bytes() if path.exists() and path.stat().st_size else b"a line\n"
-
-
-@contextlib.contextmanager
-def within(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in what takes longer."""
-
-    def end(*_: object) -> None:
-        raise TimeoutError(f"more than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def config_of(parent: Path, steps: int) -> Config:

@@ -7,9 +7,6 @@ a name reaches the terminal. perf/hostile_inputs.py does the same in thousands, 
 from __future__ import annotations
 
 import random
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -24,25 +21,11 @@ CASES = 12
 VALUES_OF_A_KEY = 4
 
 
-@contextmanager
-def limited() -> Iterator[None]:
-    def too_long(*_: object) -> None:
-        raise TimeoutError(f"took more than {LIMIT_S} s")
-
-    before = signal.signal(signal.SIGALRM, too_long)
-    signal.alarm(LIMIT_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def check(words: list[str], files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     for name, text in files.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_bytes(text.encode(errors="surrogateescape"))
-    with limited():
+    with hostile.within(LIMIT_S):
         code = main(words)
     output, errors = capsys.readouterr()
     assert not hostile.fault(code, output, errors), (words, code, errors[-500:])
