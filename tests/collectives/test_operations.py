@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import laws
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from mpi4py import MPI
 from hpcllm.codecs import find_codec
 from hpcllm.collectives import allgather, allreduce, alltoall, broadcast, group_of, reduce_scatter
 from hpcllm.collectives.group import make_group
+from hpcllm.errors import StallError
 from hpcllm.mpi.partition import chunk_range
 from hpcllm.mpi.wait import Waits
 
@@ -66,6 +69,24 @@ def test_ranks_may_bring_different_kinds_of_arrays_again_and_again(comm, kinds, 
         assert np.array_equal(broadcast(as_kind(written, mine), group, comm.size - 1).tolist(), every[-1])
     assert {plan.algorithm for plan in group.plans.values()} == {"native"}
     group.free()
+
+
+@pytest.mark.parallel([2])
+def test_waits_with_a_limit_have_it_the_second_time_too(comm):
+    """The short way to the library is for waits without one: its blocking call would wait for ever."""
+    late = comm.Dup()  # not freed, as in test_allreduce.py
+    group, x = group_of(late), np.ones(100_000, "f4")
+    group.wire.waits = Waits(limit_s=20.0)
+    alltoall(x, late)  # the plan is known from here on
+    if comm.rank == 0:
+        group.wire.waits = Waits(limit_s=0.2)
+        with pytest.raises(StallError, match=r"waited 0\.2 s for the library's alltoall"):
+            alltoall(x, late)
+    comm.Barrier()
+    if comm.rank == 1:  # takes part at last
+        group.wire.waits = Waits(limit_s=0.2)
+        with contextlib.suppress(StallError):
+            alltoall(x, late)
 
 
 @pytest.mark.parallel([1, 2, 3])
