@@ -28,14 +28,13 @@ class Row:
     measured: float
     required: float
     text: Callable[[float], str]
-    at_most: bool = False  # required is an upper limit
 
     @property
     def holds(self) -> bool:
-        return self.measured <= self.required if self.at_most else self.measured >= self.required
+        return self.measured >= self.required
 
     def __str__(self) -> str:
-        required = f"{'at most' if self.at_most else 'at least'} {self.text(self.required)}"
+        required = f"at least {self.text(self.required)}"
         cells = [self.claim, self.where, required, self.text(self.measured), "yes" if self.holds else "**no**"]
         return f"| {' | '.join(cells)} |"
 
@@ -46,10 +45,6 @@ def times(value: float) -> str:
 
 def percent(value: float) -> str:
     return f"{100 * value:.0f} %"
-
-
-def microseconds(value: float) -> str:
-    return f"{value:.1f} us"
 
 
 def size(record_bytes: int) -> str:
@@ -74,37 +69,6 @@ def fastest(records: list[Record], algorithms: tuple[str, ...], codec: str, size
 
 def sizes(records: list[Record], least_bytes: int) -> list[int]:
     return sorted({r["bytes"] for r in records if r["bytes"] >= least_bytes})
-
-
-def node_claims(folder: Folder) -> Iterator[Row]:
-    """The faster library of both MPIs, in either kind of memory, against node_window in each MPI and kind."""
-    runs = {
-        (mpi, memory): folder.read(f"node_{mpi}{'_shared' * (memory == 'shared')}")
-        for mpi in ("mpich", "openmpi")
-        for memory in ("private", "shared")
-    }
-    everything = [record for records in runs.values() for record in records]
-    for (mpi, memory), records in runs.items():
-        for size_bytes in sizes(records, LARGE_BYTES):
-            best = fastest(everything, LIBRARY, "raw", size_bytes)
-            ours = fastest(records, ("node_window",), "raw", size_bytes)
-            if best and ours:
-                where = f"2 ranks, {mpi}, {memory} memory, {size(size_bytes)}"
-                yield Row("node_window over the faster MPI", where, best["median_s"] / ours["median_s"], 2.5, times)
-
-
-def small_claims(folder: Folder) -> Iterator[Row]:
-    """The worst size below 64 KiB."""
-    for mpi in ("mpich", "openmpi"):
-        records = folder.read(f"small_{mpi}")
-        extra_us = []
-        for size_bytes in sizes(records, 0):
-            auto, bare = (fastest(records, (name,), "raw", size_bytes) for name in ("auto", "mpi"))
-            if auto and bare:
-                extra_us.append(1e6 * (auto["median_s"] - bare["median_s"]))
-        if extra_us:
-            where = f"2 ranks, {mpi}, below 64 KiB, the worst size"
-            yield Row("auto costs over the library's call", where, max(extra_us), 5.0, microseconds, at_most=True)
 
 
 def host_claims(folder: Folder) -> Iterator[Row]:
@@ -165,7 +129,7 @@ def main() -> None:
     if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
         sys.exit("usage: claims.py FOLDER, where collectives.sh has left its records")
     folder = Folder(Path(sys.argv[1]))
-    parts = (node_claims, small_claims, host_claims, level_claims, codec_claims, setting_claims)
+    parts = (host_claims, level_claims, codec_claims, setting_claims)
     rows = [row for part in parts for row in part(folder)]
     print("Made by collectives.sh. Medians; a speed-up is the time of the other over ours.\n")
     print("| claim | where | required | measured | holds |\n|---|---|---:|---:|---|")

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# bash perf/collectives.sh [PART...]: measures what the collectives claim, about 18 minutes for all parts.
+# bash perf/collectives.sh [PART...]: measures algorithms and codecs by `hpcllm perf`, about 12 minutes for all parts.
+# What `auto` takes, beside the library, over all operations and sizes: library_ratios.sh.
 #
-#     node        one machine, 2 ranks, both MPI wheels: node_window beside native, 64 KiB to 64 MiB
-#     small       the same ranks below 64 KiB: what `auto` costs over the library's bare call
 #     hosts       clusters of 2, 3 and 4 hosts at 1 Gbit/s (cluster.sh, so root): fp32 and int8; bf16 and exp;
 #                 and each allreduce that Open MPI has, for what it chooses by itself is not always its best
 #     levels      2 hosts of 2 ranks: two_level beside the flat algorithms
@@ -33,32 +32,10 @@ measured() { # RUN LAUNCHER... -- ARGUMENTS of hpcllm.perf...
     "${launcher[@]}" python -m hpcllm.perf "$@" --json "$results/$run.json" --plot "$results/$run.png"
 }
 
-on_node() { # RUN MPI ARGUMENTS...
-    local run=$1 mpi=$2
-    shift 2
-    HPCLLM_MPI=$mpi measured "$run" bash "$root/jobscripts/local/mpirun.sh" 2 -- "$@"
-}
-
 on_hosts() { # RUN RANKS ARGUMENTS...
     local run=$1 ranks=$2
     shift 2
     measured "$run" bash "$here/cluster.sh" run -n "$ranks" -- "$@"
-}
-
-part_node() {
-    local mpi
-    for mpi in mpich openmpi; do
-        on_node "node_$mpi" $mpi allreduce --sizes 64K:64M --algorithms mpi,native,node_window,auto --check
-        on_node "node_${mpi}_shared" $mpi allreduce --sizes 64K:64M --algorithms mpi,native,node_window,auto \
-            --memory shared --check
-    done
-}
-
-part_small() {
-    local mpi
-    for mpi in mpich openmpi; do
-        on_node "small_$mpi" $mpi allreduce --sizes 8:32K --algorithms mpi,native,auto --iterations 1000 --warmup 50
-    done
 }
 
 part_hosts() {
@@ -106,11 +83,11 @@ part_summary() {
 
 cd "$root"
 mkdir -p "$results"
-for mpi in mpich openmpi; do HPCLLM_MPI=$mpi bash jobscripts/local/setup.sh plot; done
-if [ $# = 0 ]; then set -- node small hosts levels settings codecs; fi
+HPCLLM_MPI=openmpi bash jobscripts/local/setup.sh plot
+if [ $# = 0 ]; then set -- hosts levels settings codecs; fi
 for part in "$@"; do
     if ! declare -F "part_$part" >/dev/null; then
-        echo "'$part' should be one of: node small hosts levels settings codecs summary" >&2
+        echo "'$part' should be one of: hosts levels settings codecs summary" >&2
         exit 2
     fi
 done

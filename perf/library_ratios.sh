@@ -1,0 +1,102 @@
+#!/usr/bin/env bash
+# bash perf/library_ratios.sh [PART...]: `auto` beside the MPI library, cell by cell, as library_ratios.py measures it.
+#
+#     node        one machine: both MPI wheels, 2, 3 and 4 ranks, glibc's memory as found and kept; about 20 minutes
+#     shared      the same for arrays in the node's shared memory; 20 minutes
+#     limits      2 ranks whose waits have a limit, as in training; 3 minutes
+#     gloo        2 ranks, with gloo as the third in turn; 3 minutes
+#     hosts       clusters of 2, 3 and 4 hosts and 2 hosts of 2 ranks at 1 Gbit/s (cluster.sh, so root); 25 minutes
+#     rates       2 hosts at 100 Mbit/s and 10 Gbit/s; 10 minutes
+#     tuned       2 hosts, and 2 hosts of 2 ranks, at 1 Gbit/s with measured rates (`hpcllm perf tune`); 10 minutes
+#     summary     library_ratios.md from all that is there
+#
+# What is there already is not measured again: remove perf/library_ratios/<run>.json for that. The machine has to be
+# quiet: a neighbour that takes a core makes 7 us into 12 ms.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
+root=$(dirname "$here")
+results=$here/library_ratios
+export OMP_NUM_THREADS=1
+kept=(MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=34359738368)
+
+say() { printf '[%s] %s\n' "$(date +%H:%M:%S)" "$*" >&2; }
+
+measured() { # RUN LAUNCHER... -- ARGUMENTS of library_ratios.py measure...
+    local run=$1 launcher=()
+    shift
+    while [ "$1" != -- ]; do
+        launcher+=("$1")
+        shift
+    done
+    shift
+    if [ -e "$results/$run.json" ]; then return; fi
+    say "$run"
+    "${launcher[@]}" python "$here/library_ratios.py" measure --json "$results/$run.part" "$@" >&2
+    mv "$results/$run.part" "$results/$run.json"
+}
+
+on_node() { # RUN RANKS ARGUMENTS...: on both MPIs, with memory as found and kept
+    local run=$1 ranks=$2 mpi
+    shift 2
+    for mpi in mpich openmpi; do
+        measured "${run}_${mpi}_found" env HPCLLM_MPI=$mpi bash "$root/jobscripts/local/mpirun.sh" "$ranks" -- "$@"
+        measured "${run}_${mpi}_kept" env "${kept[@]}" HPCLLM_MPI=$mpi \
+            bash "$root/jobscripts/local/mpirun.sh" "$ranks" -- "$@"
+    done
+}
+
+on_hosts() { # RUN HOSTS RATE RANKS ARGUMENTS...
+    local run=$1 hosts=$2 rate=$3 ranks=$4
+    shift 4
+    if [ -e "$results/$run.json" ]; then return; fi
+    bash "$here/cluster.sh" up "$hosts" "$rate"
+    measured "$run" bash "$here/cluster.sh" run -n "$ranks" -- --link "$rate" --least-rounds 7 "$@"
+}
+
+part_node() { for ranks in 2 3 4; do on_node "node$ranks" "$ranks"; done; }
+part_shared() { for ranks in 2 3 4; do on_node "shared$ranks" "$ranks" --memory shared; done; }
+part_limits() { on_node limits2 2 --stall-s 300; }
+part_gloo() { on_node gloo2 2 --gloo; }
+
+slow=(--sizes "4K,64K,256K,1M,4M,16M,64M" --codecs "raw,int8:256")
+part_hosts() {
+    local hosts
+    for hosts in 2 3 4; do on_hosts "hosts${hosts}_1gbit" "$hosts" 1gbit "$hosts" "${slow[@]}"; done
+    on_hosts levels_1gbit 2 1gbit 4 "${slow[@]}"
+}
+
+part_rates() {
+    on_hosts hosts2_100mbit 2 100mbit 2 --sizes 4K,64K,256K,1M,4M --codecs raw,int8:256
+    on_hosts hosts2_10gbit 2 10gbit 2 --sizes 4K,64K,256K,1M,4M,16M,64M --codecs raw,int8:256,exp,zfp:8
+}
+
+part_tuned() {
+    local ranks
+    for ranks in 2 4; do
+        if [ -e "$results/tuned$ranks.json" ]; then continue; fi
+        bash "$here/cluster.sh" up 2 1gbit
+        bash "$here/cluster.sh" run -n $ranks python -m hpcllm.perf tune --output "$results/tuned$ranks.toml" >&2
+        on_hosts "tuned$ranks" 2 1gbit $ranks --tuning "$results/tuned$ranks.toml" "${slow[@]}"
+    done
+}
+
+part_summary() {
+    # shellcheck disable=SC2016 # expanded inside
+    HPCLLM_MPI=openmpi bash "$root/jobscripts/local/mpirun.sh" 1 bash -c 'cd "$0" &&
+        python library_ratios.py table library_ratios/*.json >library_ratios.md.tmp &&
+        mv library_ratios.md.tmp library_ratios.md' "$here"
+}
+
+cd "$root"
+mkdir -p "$results"
+for mpi in mpich openmpi; do HPCLLM_MPI=$mpi bash jobscripts/local/setup.sh test; done
+if [ $# = 0 ]; then set -- node shared limits gloo hosts rates tuned; fi
+for part in "$@"; do
+    if ! declare -F "part_$part" >/dev/null; then
+        echo "'$part' should be one of: node shared limits gloo hosts rates tuned summary" >&2
+        exit 2
+    fi
+done
+trap 'if [ "$(id -u)" = 0 ]; then bash "$here/cluster.sh" down; fi' EXIT
+for part in "$@"; do "part_$part"; done
+part_summary
