@@ -86,7 +86,7 @@ class Cell:
 
     @property
     def fails(self) -> bool:
-        return self.size_bytes >= JUDGED_FROM_BYTES and self.most < LEAST_RATIO
+        return self.ranks > 1 and self.size_bytes >= JUDGED_FROM_BYTES and self.most < LEAST_RATIO
 
 
 def size_of(text: str) -> int:
@@ -290,12 +290,12 @@ def table(files: Sequence[Path]) -> Iterator[str]:
             yield f"| {row[0]}, malloc {row[1]} | {' | '.join(shown)} |"
         percents = [100 * cell.others_share for cell in run]
         yield f"\nOther processes took {np.median(percents):.0f} % of the cores, at most {max(percents):.0f} %.\n"
-    judged = [cell for cell in cells if cell.size_bytes >= JUDGED_FROM_BYTES]
+    judged = [cell for cell in cells if cell.ranks > 1 and cell.size_bytes >= JUDGED_FROM_BYTES]
     yield f"{len(judged)} cells from 256 KiB up; {sum(cell.fails for cell in judged)} fail."
 
 
 def _title(cell: Cell) -> str:
-    place = f"{cell.ranks} ranks on {cell.nodes} node{'s' * (cell.nodes > 1)}{f', {cell.link}' * bool(cell.link)}"
+    place = f"{cell.ranks} rank{'s' * (cell.ranks > 1)} on {cell.nodes} node{'s' * (cell.nodes > 1)}{f', {cell.link}' * bool(cell.link)}"
     waits = "" if cell.waits == "block" else f", waits limited to {cell.waits}"
     tuned = ", tuned" if cell.tuned else ""
     return f"{cell.library}, {place}, {cell.codec}, {cell.memory} memory{waits}{tuned}"
@@ -303,7 +303,7 @@ def _title(cell: Cell) -> str:
 
 def _shown(cell: Cell) -> str:
     """A ratio with its interval, bold where it fails; below 256 KiB the microseconds of ours above the library's."""
-    if cell.size_bytes < JUDGED_FROM_BYTES and cell.nodes == 1:
+    if cell.ranks == 1 or (cell.size_bytes < JUDGED_FROM_BYTES and cell.nodes == 1):
         return f"{(cell.auto_s - cell.library_s) * 1e6:+.1f} us"
     mark = "**" if cell.fails else ""
     gloo = "" if cell.gloo_s is None else f", gloo {cell.library_s / cell.gloo_s:.2f}"

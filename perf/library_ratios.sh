@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # bash perf/library_ratios.sh [PART...]: `auto` beside the MPI library, cell by cell, as library_ratios.py measures it.
 #
+#     dispatch    one rank, whose calls no other delays: what `auto` costs over the bare call; a minute
 #     node        one machine: both MPI wheels, 2, 3 and 4 ranks, glibc's memory as found and kept; about 20 minutes
 #     shared      the same for arrays in the node's shared memory; 20 minutes
 #     limits      2 ranks whose waits have a limit, as in training; 3 minutes
@@ -53,6 +54,7 @@ on_hosts() { # RUN HOSTS RATE RANKS ARGUMENTS...
     measured "$run" bash "$here/cluster.sh" run -n "$ranks" -- --link "$rate" --least-rounds 7 "$@"
 }
 
+part_dispatch() { on_node dispatch 1 --sizes "4K,64K" --seconds 0.2; }
 part_node() { for ranks in 2 3 4; do on_node "node$ranks" "$ranks"; done; }
 part_shared() { for ranks in 2 3 4; do on_node "shared$ranks" "$ranks" --memory shared; done; }
 part_limits() { on_node limits2 2 --stall-s 300; }
@@ -90,10 +92,10 @@ part_summary() {
 cd "$root"
 mkdir -p "$results"
 for mpi in mpich openmpi; do HPCLLM_MPI=$mpi bash jobscripts/local/setup.sh test; done
-if [ $# = 0 ]; then set -- node shared limits gloo hosts rates tuned; fi
+if [ $# = 0 ]; then set -- dispatch node shared limits gloo hosts rates tuned; fi
 for part in "$@"; do
     if ! declare -F "part_$part" >/dev/null; then
-        echo "'$part' should be one of: node shared limits gloo hosts rates tuned summary" >&2
+        echo "'$part' should be one of: dispatch node shared limits gloo hosts rates tuned summary" >&2
         exit 2
     fi
 done
