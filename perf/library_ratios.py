@@ -48,6 +48,7 @@ from hpcllm.collectives import (
 from hpcllm.collectives.tuning import load_tuning
 from hpcllm.collectives.window import free_shared
 from hpcllm.mpi.buffers import as_buffer
+from hpcllm.system.text import counted
 
 OPERATIONS = ("allreduce", "reduce_scatter", "allgather", "alltoall", "broadcast")
 SIZES = "4K,64K,256K,1M,4M,16M,32M,64M"
@@ -295,7 +296,8 @@ def table(files: Sequence[Path]) -> Iterator[str]:
 
 
 def _title(cell: Cell) -> str:
-    place = f"{cell.ranks} rank{'s' * (cell.ranks > 1)} on {cell.nodes} node{'s' * (cell.nodes > 1)}{f', {cell.link}' * bool(cell.link)}"
+    ranks, nodes = (counted(cell.ranks, "rank"), counted(cell.nodes, "node"))
+    place = f"{ranks} on {nodes}{f', {cell.link}' * bool(cell.link)}"
     waits = "" if cell.waits == "block" else f", waits limited to {cell.waits}"
     tuned = ", tuned" if cell.tuned else ""
     return f"{cell.library}, {place}, {cell.codec}, {cell.memory} memory{waits}{tuned}"
