@@ -18,7 +18,7 @@ from hpcllm.codecs.casts import Cast, Raw
 from hpcllm.codecs.exponent import EXPONENT
 from hpcllm.codecs.exponent_encode import TILE
 from hpcllm.codecs.gpu.device_codecs import BlockKernels, CastKernels, RawKernels, TileKernels, ZfpKernels
-from hpcllm.codecs.gpu.launch import LAUNCHERS, Launcher, launcher_of
+from hpcllm.codecs.gpu.launch import Launcher, launcher_of
 from hpcllm.codecs.gpu.torch_int8 import TorchInt8
 from hpcllm.codecs.mpc import MPC, TILE_BYTES
 from hpcllm.codecs.names import CodecName, parse_name
@@ -59,20 +59,19 @@ def find_codec(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu
         raise ValueError(f"codec {name!r} takes {', '.join(map(str, VALUE_TYPES))}, not {dtype}")
     parsed = parse_name(name)
     host = KINDS[parsed.kind](parsed, dtype)
-    return host if device == "cpu" else device_codec(host, launcher_of(device), device)
+    return host if device == "cpu" else device_codec(host, *launcher_of(device), device)
 
 
-def device_codec(host: Codec, launcher: Launcher | None, device: str) -> Codec:
+def device_codec(host: Codec, launcher: Launcher | None, why_none: str, device: str) -> Codec:
     """Return the codec with the same name and bytes for arrays on a device. Raises ValueError if there is none.
 
-    host: the codec for the CPU; launcher: for devices of torch's type `device`.
+    host: the codec for the CPU; launcher: for devices of torch's type `device`; why_none: why there is no launcher.
     """
     found = _with_kernels(host, launcher) if launcher else _with_torch(host)
     if found is None:
-        advice = "; the others need CuPy: pip install cupy-cuda13x, or see README for ROCm"
         raise ValueError(
             f"codec {host.name!r} has no kernels for {device!r} devices here; valid: raw, bf16, fp16, int8:32 to "
-            f"int8:4096{advice if device in LAUNCHERS else ''}"
+            f"int8:4096; for the others: {why_none}"
         )
     return found
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hpcllm.codecs import Codec, find_codec
+from hpcllm.codecs.gpu.launch import launcher_of
 from hpcllm.codecs.names import examples
 from hpcllm.preflight.collect import Communicators
 from hpcllm.preflight.facts import Allocation
@@ -32,24 +33,33 @@ def measure(comms: Communicators, chosen: torch.device, allocation: Allocation |
     """The result, on rank 0. Collective over comms.world. Raises StallError."""
     comms.arrive("to try codecs")
     done, faults = self_test(chosen) if comms.leads else (0, [])
+    why_none = "" if chosen.type == "cpu" else launcher_of(chosen.type)[1]
     comms.arrive("to have tried codecs")
-    table = comms.leaders.gather((done, faults)) if comms.leads else None
+    table = comms.leaders.gather((done, faults, why_none)) if comms.leads else None
     return judge(table, allocation) if table and allocation else None
 
 
-def judge(table: list[tuple[int, list[str]]], allocation: Allocation) -> Measured:
-    """table: of each node, how many codecs were tried and what was wrong. Pure."""
+def judge(table: list[tuple[int, list[str], str]], allocation: Allocation) -> Measured:
+    """table: of each node, how many codecs were tried, what was wrong, why its device has no kernels. Pure."""
     wrong: dict[str, list[str]] = {}
-    for node, (_, faults) in zip(allocation.nodes, table, strict=True):
+    without_kernels: dict[str, list[str]] = {}
+    for node, (_, faults, why_none) in zip(allocation.nodes, table, strict=True):
         for fault in faults:
             wrong.setdefault(fault, []).append(node.name)
+        if why_none:
+            without_kernels.setdefault(why_none, []).append(node.name)
     findings = [
         Finding("breaks", f"codec self test: {fault}", nodes_text(names, MOST_NODES), without(allocation, names))
         for fault, names in wrong.items()
     ]
-    every, least = len(_cases()), min(done for done, _ in table)
+    findings += [
+        Finding("note", f"no kernels for the device's codecs, raw, bf16, fp16 and int8 only: {why}",
+                nodes_text(names, MOST_NODES), "install what is missing, or take those codecs")
+        for why, names in without_kernels.items()
+    ]  # fmt: skip
+    every, least = len(_cases()), min(done for done, _, _ in table)
     cut = "" if least == every else f", cut off after {BUDGET_S:g} s on some nodes"
-    text = f"{least} of {every} codecs and types tried on each node{cut}; {len(findings) or 'none'} wrong"
+    text = f"{least} of {every} codecs and types tried on each node{cut}; {len(wrong) or 'none'} wrong"
     return Measured("codecs", text, {"tried": least, "of": every, "wrong": list(wrong)}, findings)
 
 

@@ -19,7 +19,8 @@ import torch
 
 from hpcllm.codecs import Codec, find_codec
 from hpcllm.codecs.catalogue import device_codec
-from hpcllm.codecs.gpu.launch import LANES, THREADS, WORD, Program, blocks_of
+from hpcllm.codecs.gpu.compiler import Program
+from hpcllm.codecs.gpu.launch import LANES, THREADS, WORD, blocks_of, check_aligned
 
 HEADER = Path(__file__).parent / "emulator.h"
 # -fno-strict-aliasing: bytes are looked at as words, which the compilers of devices allow
@@ -38,6 +39,7 @@ class Emulator:
 
     def launch(self, program: Program, kernel: str, groups: int, arguments: list[torch.Tensor | int]) -> None:
         assert len({argument.device for argument in arguments if isinstance(argument, torch.Tensor)}) == 1
+        check_aligned(program, arguments)
         words = (ctypes.c_uint64 * PARAMETERS)(*map(_word, arguments))
         library, message = _library(program), ctypes.create_string_buffer(200)
         count = ctypes.c_uint64(blocks_of(groups) * THREADS // LANES)
@@ -50,7 +52,7 @@ EMULATOR = Emulator()
 
 def emulated(name: str, dtype: torch.dtype) -> Codec:
     """The codec with kernels, for CPU tensors and for those of "pretend"."""
-    return device_codec(find_codec(name, dtype), EMULATOR, "emulated")
+    return device_codec(find_codec(name, dtype), EMULATOR, "", "emulated")
 
 
 def _word(argument: torch.Tensor | int) -> int:

@@ -193,9 +193,10 @@ def test_a_codec_that_is_wrong_is_found_on_its_node(monkeypatch):
     assert done == 1
     assert len(faults) == 1
     assert "over the bound" in faults[0]
-    found = codec_test.judge([(1, []), (1, faults)], frontier(2))
-    assert [finding.severity for finding in found.findings] == ["breaks"]
-    assert found.findings[0].where == "frontier0001"
+    found = codec_test.judge([(1, [], ""), (1, faults, "CuPy is not installed")], frontier(2))
+    assert [finding.severity for finding in found.findings] == ["breaks", "note"]
+    assert [finding.where for finding in found.findings] == ["frontier0001", "frontier0001"]
+    assert "CuPy is not installed" in found.findings[1].what
 
 
 def test_a_rank_s_speed_is_measured():

@@ -1,6 +1,7 @@
 """Codecs for arrays in a device's memory. Same names, same bytes as on the CPU; codecs/catalogue.py chooses.
 
-    launch.py           how a kernel is compiled and started
+    compiler.py         from text to machine code, once on a node
+    launch.py           how a kernel is started
     device_codecs.py    raw, bf16, fp16, int8, int4, fp8, zfp, exp, mpc with the kernels of
     common.cuh          what all kernels use: numbers as bits, groups of 32 lanes, quads of values
     casts.cu, quantise.cu, zfp.cu, exponent.cu with exponent_encode.cuh and exponent_decode.cuh, mpc.cu, tiles.cuh

@@ -27,7 +27,8 @@ import torch
 
 from hpcllm.codecs.blocks import BlockLayout
 from hpcllm.codecs.casts import Cast, Raw
-from hpcllm.codecs.gpu.launch import LANES, VALUE_NAMES, Launcher, Program, rows_of
+from hpcllm.codecs.gpu.compiler import Program
+from hpcllm.codecs.gpu.launch import LANES, VALUE_NAMES, Launcher, rows_of
 from hpcllm.codecs.tiles import TileLayout
 from hpcllm.codecs.zfp import ZfpLayout
 from hpcllm.errors import CodecError

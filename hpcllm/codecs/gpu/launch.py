@@ -1,62 +1,31 @@
-"""Kernels on a device: compiled once on a node, started by CuPy on torch's current stream and in torch's memory.
+"""Kernels on a device: started by CuPy on torch's current stream and in torch's memory.
 
-    common.cuh + quantise.cu + "VALUE=Bf16", ..  --NVRTC or hipRTC-->  machine code, a file of this node
-                                                                          |  RawModule, once a process and device
+    a program  --compiler.py-->  machine code, a file of this node  --RawModule, once a process and device-->  kernel
     tensors  --addresses-->  arguments, 64 bits each  --grid of groups-->  stream: nothing waits, nothing is copied
 
 torch and CuPy share the device's context, so that an address of one is an address of the other, and the current stream.
-The name of the file is a hash of text, options, target and version of the compiler, neither of which needs a device.
-
-CuPy has a cache of its own, but it compiles with denormals flushed to zero and takes no option against it (issue 9576
-of cupy/cupy). The bits of an encoding must not depend on the device, so arithmetic has to be IEEE's: denormals are
-kept, divisions rounded to nearest, a product and a sum not fused. The first two are defaults of both compilers, the
-last of neither. Sources: NVIDIA, "NVRTC", supported compile options; LLVM, "Clang command line argument reference", and
-review D101654 for division. The folder is that of codecs/kernels.py: only this user can write to it, and it is not in
-a home folder, which thousands of ranks would read at once.
 """
 
 from __future__ import annotations
 
-import tempfile
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from hashlib import sha256
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from hpcllm.codecs.kernels import cache_folder
+from hpcllm.codecs.gpu.compiler import Program, binary_of, check_compiler, cuda_target
 from hpcllm.errors import CodecError, HpcllmError
+
+log = logging.getLogger(__name__)
 
 LANES, THREADS = 32, 128  # of a group, and of a block of the launch, as common.cuh says
 WORD = (1 << 64) - 1
 VALUE_NAMES = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "Fp16"}  # in common.cuh
-NVRTC_OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true")
-HIPRTC_OPTIONS = (
-    "--std=c++17", "-ffp-contract=off", "-fno-gpu-flush-denormals-to-zero", "-fhip-fp32-correctly-rounded-divide-sqrt"
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Program:
-    """Source text in this folder, with values of its macros: Program("quantise", ("VALUE=Fp32", "BLOCK=256"))."""
-
-    source: str
-    macros: tuple[str, ...]
-    parts: tuple[str, ...] = ()  # texts that come after the source and use what it defines: "tiles.cuh"
-
-    def text(self) -> str:
-        """Return the whole text: common.cuh, the source, the parts; no #include."""
-        names = ["common.cuh", f"{self.source}.cu", *self.parts]
-        return "\n".join(f'#line 1 "{name}"\n{(Path(__file__).parent / name).read_text()}' for name in names)
-
-    def defines(self) -> tuple[str, ...]:
-        return tuple(f"-D{macro}" for macro in self.macros)
 
 
 class Launcher(Protocol):
@@ -71,16 +40,18 @@ class Launcher(Protocol):
 
 
 class CupyLauncher:
-    """Launcher for devices of CUDA and ROCm, both of which torch calls "cuda"."""
+    """Launcher for devices of CUDA and ROCm, both of which torch calls "cuda". Raises HpcllmError, ImportError."""
 
     def __init__(self) -> None:
         self.cupy = import_module("cupy")  # here: takes a second, and most runs have no device
         self.compiler = import_module("cupy.cuda").nvrtc  # hipRTC where CuPy was made for ROCm
+        check_compiler(self.compiler)
         self.kernel = cache(self._kernel)
 
     def launch(self, program: Program, kernel: str, groups: int, arguments: Sequence[torch.Tensor | int]) -> None:
         if not groups:
             return
+        check_aligned(program, arguments)
         device = next(argument.device for argument in arguments if isinstance(argument, torch.Tensor))
         words = tuple(np.uint64(_word(argument)) for argument in arguments)
         with self.cupy.cuda.Device(device.index), self._stream(device):
@@ -93,8 +64,8 @@ class CupyLauncher:
         return cuda.ExternalStream(stream.cuda_stream)  # before CuPy 14
 
     def _kernel(self, program: Program, kernel: str, index: int) -> Any:
-        properties = torch.cuda.get_device_properties(index)
-        target = properties.gcnArchName if torch.version.hip else f"sm_{properties.major}{properties.minor}"
+        device = torch.cuda.get_device_properties(index)
+        target = device.gcnArchName if torch.version.hip else cuda_target(device.major, device.minor, self.compiler)
         return self.cupy.RawModule(path=binary_of(program, target, self.compiler)).get_function(kernel)
 
 
@@ -114,58 +85,37 @@ def blocks_of(groups: int) -> int:
     return -(-groups * LANES // THREADS)
 
 
+def check_aligned(program: Program, arguments: Sequence[torch.Tensor | int]) -> None:
+    """Raise CodecError for an encoding that does not start at a multiple of 4 bytes, where kernels read it by words."""
+    for argument in arguments if program.source != "casts" else ():  # which reads value by value
+        if isinstance(argument, torch.Tensor) and argument.dtype == torch.uint8 and argument.data_ptr() % 4:
+            raise CodecError(f"an encoding at address {argument.data_ptr():#x}, which is no multiple of 4 bytes")
+
+
 def _word(argument: torch.Tensor | int) -> int:
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument & WORD
 
 
-def _cupy_launcher() -> Launcher | None:
+def _cupy_launcher() -> Launcher:
+    if not find_spec("cupy"):
+        raise HpcllmError("CuPy is not installed: pip install cupy-cuda13x, or see README for ROCm")
     try:
-        return CupyLauncher() if find_spec("cupy") else None
-    except ImportError:  # for another CUDA or ROCm than this machine's: as if there were none
-        return None
+        return CupyLauncher()
+    except ImportError as error:
+        raise HpcllmError(f"CuPy is for another CUDA or ROCm than this machine's: {error}") from error
 
 
-LAUNCHERS: dict[str, Callable[[], Launcher | None]] = {"cuda": _cupy_launcher}
+LAUNCHERS: dict[str, Callable[[], Launcher]] = {"cuda": _cupy_launcher}
 
 
 @cache
-def launcher_of(device_type: str) -> Launcher | None:
-    """Return the launcher for devices of a type of torch's; None where no kernel can be compiled for them."""
+def launcher_of(device_type: str) -> tuple[Launcher | None, str]:
+    """Return the launcher for devices of a type of torch's; where no kernel can be compiled for them, None and why."""
     find = LAUNCHERS.get(device_type)
-    return find() if find else None
-
-
-def binary_of(program: Program, target: str, compiler: Any) -> str:
-    """Return the path of the machine code. target: "sm_90" or "gfx90a"; compiler: CuPy's module for NVRTC or hipRTC.
-
-    Raises HpcllmError with what the compiler says.
-    """
-    options = (*(HIPRTC_OPTIONS if torch.version.hip else NVRTC_OPTIONS), *program.defines())
-    options = (f"--gpu-architecture={target}", *options)
-    key = sha256(repr((program.text(), options, compiler.getVersion())).encode()).hexdigest()[:24]
-    path = Path(_folder()) / f"{program.source}-{key}.bin"
-    if not path.exists():
-        code = _compile(program, options, compiler)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as aside:  # other processes may do the same
-            aside.write(code)
-        Path(aside.name).rename(path)
-    return str(path)
-
-
-def _compile(program: Program, options: tuple[str, ...], compiler: Any) -> bytes:
-    handle = compiler.createProgram(program.text(), f"{program.source}.cu", (), ())
+    if find is None:
+        return None, f"kernels are for devices of {', '.join(LAUNCHERS)}"
     try:
-        compiler.compileProgram(handle, options)
-        code: bytes = compiler.getPTX(handle) if torch.version.hip else compiler.getCUBIN(handle)
-    except compiler.NVRTCError as error:
-        log = compiler.getProgramLog(handle)
-        raise HpcllmError(f"kernels of {program.source}.cu with {' '.join(options)}: {error}\n{log}") from error
-    finally:
-        compiler.destroyProgram(handle)
-    return code
-
-
-@cache
-def _folder() -> str:
-    """Return the folder kept on this node, or one of this process alone."""
-    return cache_folder() or tempfile.mkdtemp(prefix="hpcllm-kernels-")
+        return find(), ""
+    except HpcllmError as error:
+        log.info("no kernels for %s: %s", device_type, error)
+        return None, str(error)

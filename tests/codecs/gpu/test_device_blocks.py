@@ -39,7 +39,7 @@ def pair(name, dtype, launcher):
     """(the codec of the CPU, that of the device), which without a launcher runs torch's operations."""
     host = find_codec(name, dtype)
     label = f"{'' if launcher else 'plain '}{name}-{str(dtype)[6:]}"
-    return pytest.param(host, device_codec(host, launcher, "xpu"), id=label)
+    return pytest.param(host, device_codec(host, launcher, "", "xpu"), id=label)
 
 
 every_pair = pytest.mark.parametrize(
@@ -88,6 +88,19 @@ def test_any_bytes_decode_to_what_the_cpu_makes_of_them(host, on_device, n, seed
         assert room.intact()
 
 
+@pytest.mark.parametrize("name", ["int8:256", "int4:128", "fp8:128", "zfp:8", "exp", "mpc"])
+@pytest.mark.parametrize("shift", [1, 2, 3])
+def test_an_encoding_between_words_is_rejected_and_not_read(name, shift):
+    host, on_device = find_codec(name), emulated(name, FP32)
+    values, room = torch.randn(1000), torch.empty(host.encoded_bytes(1000) + 4, dtype=torch.uint8)
+    with pytest.raises(CodecError, match="multiple of 4"):
+        on_device.encode(values, room[shift:])
+    data = host.encode(values, room[4:]).clone()
+    moved = torch.empty(len(data) + shift, dtype=torch.uint8)[shift:].copy_(data)
+    with pytest.raises(CodecError, match="multiple of 4"):
+        on_device.decode(moved, torch.empty(1000))
+
+
 @every_pair
 @pytest.mark.parametrize("n", [0, 1, 1000])
 def test_bytes_of_a_wrong_length_are_rejected(host, on_device, n):
@@ -103,7 +116,7 @@ def test_bytes_of_a_wrong_length_are_rejected(host, on_device, n):
 def test_int8_by_torch_is_the_same_in_parts_of_any_length(monkeypatch):
     host, values = find_codec("int8:32"), torch.randn(1000)
     monkeypatch.setattr(torch_int8, "PART_VALUES", 96)
-    assert torch.equal(encoded(device_codec(host, None, "xpu"), values), encoded(host, values))
+    assert torch.equal(encoded(device_codec(host, None, "", "xpu"), values), encoded(host, values))
 
 
 @pytest.mark.parametrize(("host", "on_device"), [pair(*codec, EMULATOR) for codec in SUMS])

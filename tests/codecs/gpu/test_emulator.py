@@ -11,7 +11,7 @@ import pytest
 import torch
 from emulated import EMULATOR, why_not
 
-from hpcllm.codecs.gpu.launch import Program
+from hpcllm.codecs.gpu.compiler import Program
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 TESTS = Path(__file__).parents[2]
