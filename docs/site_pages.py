@@ -39,13 +39,14 @@ INCLUDE = re.compile(r"<!-- include: (\S+) -->")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made, and the pictures that they show."""
+    """Add the pages that are made, and the files of the repository that they show or link to."""
+    linked: set[str] = set()
     for source, page in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=titled(source, relinked(text, source, page))))
-        for picture in pictures_of(text, source):
-            if not picture.startswith("docs/"):
-                files.append(File.generated(config, place_of(picture), abs_src_path=str(ROOT / picture)))
+        linked.update(files_of(text, source))
+    for path in sorted(linked):
+        files.append(File.generated(config, place_of(path), abs_src_path=str(ROOT / path)))
     files.append(File.generated(config, "results/index.md", content=results_page()))
     files.append(File.generated(config, "reference/run-file.md", content=run_file_page()))
     files.append(File.generated(config, "reference/commands.md", content=commands_page()))
@@ -74,10 +75,12 @@ def place_of(target: str) -> str:
     return target.removeprefix("docs/") if target.startswith("docs/") else f"files/{target}"
 
 
-def pictures_of(text: str, source: str) -> Iterator[str]:
-    """Yield the pictures that a page shows, as paths from the root of the repository."""
-    for found in re.finditer(r"!\[[^]]*\]\(([^)\s]+)\)", text):
-        yield posixpath.normpath(posixpath.join(posixpath.dirname(source), found[1]))
+def files_of(text: str, source: str) -> Iterator[str]:
+    """Yield what a page links to and neither is a page nor lies in docs/, as paths from the root of the repository."""
+    for found in LINK.finditer(text):
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), found[2]))
+        if path not in PAGES and not path.startswith("docs/") and (ROOT / path).is_file():
+            yield path
 
 
 def titled(source: str, text: str) -> str:
