@@ -32,7 +32,9 @@ def stop_at(here):
 from hpcllm.system.job import run_job
 stop_at("MPI_Init")
 def command(world):
+    from hpcllm.mpi import watchdog
     from hpcllm.mpi.collective_errors import on_root
+    watchdog.GRACE_S = 0.6
     stop_at("on_root")
     on_root(world, lambda: 1)
     stop_at("bcast")
@@ -43,7 +45,7 @@ def command(world):
     stop_at("Dup")
     part.Dup()
     return 0
-code = run_job(command, 1.0)
+code = run_job(command, 0.6)  # six times that where a rank may be at work
 stop_at("MPI_Finalize")
 sys.exit(code)
 """
