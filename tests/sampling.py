@@ -9,12 +9,15 @@
 Every test function keeps at least one case, on several ranks if it has any, but for those that a group of --all or
 `@pytest.mark.full(reason="...")` leaves to `tests/run.sh --all`. Of cases that add equally many values, the one is
 kept whose number of ranks has cost its file the fewest ranks so far: a file meets several numbers, small ones more.
+A case for every mode of the device runs in one of them, by turns.
+
 The choice depends on nothing but the names and values of the cases of a file: it is the same on all ranks, which would
 wait for one another for ever otherwise, and stays when other files come and go.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import zlib
 from collections import Counter, defaultdict
@@ -80,7 +83,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         list_left(items, level)
         items.clear()
     elif level != "all":
-        kept = set(sample(items, level))
+        mode = os.environ.get("HPCLLM_PRETEND", "")
+        kept = {item for item, group in sample(items, level).items() if not mode or group.startswith(f"{mode}:")}
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
         for item in items:
@@ -88,11 +92,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     yield
 
 
-def sample(items: Sequence[pytest.Item], level: str) -> Iterator[pytest.Item]:
-    """Items that `level` keeps, function by function."""
+def sample(items: Sequence[pytest.Item], level: str) -> dict[pytest.Item, str]:
+    """Items that `level` keeps, function by function, each with the group in which it runs."""
     groups = groups_at(level)
-    used: defaultdict[Path, Counter[int]] = defaultdict(Counter)  # of each file: ranks started for its cases so far
+    ranks: defaultdict[Path, Counter[int]] = defaultdict(Counter)  # started for cases of a file, by their number
+    turns: defaultdict[Path, Counter[str]] = defaultdict(Counter)  # that a group had of the cases of a file
+    kept: dict[pytest.Item, str] = {}
     for cases in functions(items).values():
+        path = cases[0].path
         candidates = [item for item in cases if not item.get_closest_marker("full")]
         candidates = [item for item in candidates if not set(groups_of(item)).isdisjoint(groups)]
         names = [item.nodeid for item in candidates]
@@ -100,8 +107,12 @@ def sample(items: Sequence[pytest.Item], level: str) -> Iterator[pytest.Item]:
             chosen = spread(names, FAST_CASES)
         else:
             sizes = [ranks_of(item) for item in candidates]
-            chosen = cover(numbered([to_cover(item) for item in candidates]), names, sizes, used[cases[0].path])
-        yield from (candidates[index] for index in chosen)
+            chosen = cover(numbered([to_cover(item) for item in candidates]), names, sizes, ranks[path])
+        for item in (candidates[index] for index in chosen):
+            allowed = (name for name in groups_of(item) if name in groups)
+            kept[item] = min(allowed, key=turns[path].__getitem__)
+            turns[path][kept[item]] += 1
+    return kept
 
 
 def groups_at(level: str) -> list[str]:
@@ -119,15 +130,14 @@ def functions(items: Sequence[pytest.Item]) -> dict[str, list[pytest.Item]]:
 
 def list_left(items: Sequence[pytest.Item], level: str) -> None:
     """Print which groups and functions `level` leaves to --all, and of how many cases it runs how many."""
-    kept = set(sample(items, level))
+    kept = sample(items, level)
     print(f"groups left to --all: {', '.join(sorted({*groups_at('all')} - {*groups_at(level)}))}")
     print("cases that run, of all:")
     for group in groups_at("all"):
-        cases = [item for item in items if group in groups_of(item)]
-        runs = len(kept.intersection(cases)) if group in groups_at(level) else 0
-        print(f"    {group:14} {runs:5} of {len(cases):5}")
+        runs, of_all = sum(name == group for name in kept.values()), sum(group in groups_of(item) for item in items)
+        print(f"    {group:14} {runs:5} of {of_all:5}")
     print("functions left to --all:")
-    whole = {name: cases for name, cases in functions(items).items() if kept.isdisjoint(cases)}
+    whole = {name: cases for name, cases in functions(items).items() if not any(item in kept for item in cases)}
     for name, cases in whole.items():
         print(f"    {name}: {why_left(cases[0])}")
     print(f"{len(functions(items)) - len(whole)} of {len(functions(items))} functions run", end=", ")
@@ -151,7 +161,7 @@ def ranks_of(item: pytest.Item) -> int:
     marker = item.get_closest_marker("parallel")
     if not marker:
         return 0
-    ranks = parameters(item).get(RANKS) or marker.args[0]
+    ranks: Any = parameters(item).get(RANKS) or marker.args[0]
     return int(ranks[0] if isinstance(ranks, list) else ranks)
 
 

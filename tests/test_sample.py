@@ -87,11 +87,25 @@ def test_values_that_have_no_hash_or_equal_others_of_another_type_are_told_apart
 def test_every_function_of_this_session_stays_or_is_left_with_a_reason(request):
     """Of the tests that were collected here: with --all all of a group."""
     items = request.session.items
-    kept = set(sampling.sample(items, "sample"))
+    kept = sampling.sample(items, "sample")
     for name, cases in sampling.functions(items).items():
-        if kept.isdisjoint(cases):
+        if kept.keys().isdisjoint(cases):
             assert len(sampling.why_left(cases[0])) > 20, name
-    assert kept <= set(items)
+    assert kept.keys() <= set(items)
+
+
+def test_a_case_for_every_mode_of_the_device_runs_in_one_by_turns(pytester, monkeypatch):
+    functions = "\n".join(
+        f"@pytest.mark.parallel([2, 3])\n@pytest.mark.pretend\ndef test_{i}(): pass" for i in range(6)
+    )
+    pytester.makepyfile(f"import pytest\n{functions}\n@pytest.mark.parallel(2)\ndef test_of_the_cpu(): pass")
+    lines = {}
+    for mode in ("sealed", "open"):
+        monkeypatch.setenv("HPCLLM_PRETEND", mode)
+        listed = pytester.runpytest_inprocess("-p", "sampling", "--sample", "sample", "--collect-only", "-q")
+        lines[mode] = {line for line in listed.outlines if "::" in line}
+    assert len(lines["sealed"]) == len(lines["open"]) == 3
+    assert lines["sealed"].isdisjoint(lines["open"])
 
 
 @pytest.mark.parallel([2, 3, 4])
