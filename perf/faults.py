@@ -55,7 +55,7 @@ limits = {{stall_s = {stall_s}}}
 # one of the job's sides has to say who or what: we name ranks and calls, launchers ranks, processes and signals
 WORDS = re.compile(
     r"hpcllm: .*(rank \d|MPI_\w+)|rank \d+ \(|rank \d+ with PID|process rank|signal: (9|11)|exit code: (9|11)|"
-    r"signal (9|11) |the job ends: MPI_\w+",
+    r"signal (9|11) |rank \d+ in MPI_\w+",
     re.IGNORECASE,
 )
 

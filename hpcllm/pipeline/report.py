@@ -149,7 +149,7 @@ class Comparison:
 def compare(ranks: int, microbatches: int, chunks: int | None, times: Times) -> Comparison:
     """Simulate all schedules of one shape. chunks: for the schedules that can have any number; None: their default.
 
-    Raises ScheduleError if no schedule can have the shape.
+    Raises ScheduleError if no schedule can have the shape, or if each is larger than MOST_COMPARED.
     """
     entries, rejected = [], {}
     for name, kind in SCHEDULES.items():
@@ -162,7 +162,7 @@ def compare(ranks: int, microbatches: int, chunks: int | None, times: Times) -> 
         plain = simulate(schedule, replace(times, recompute=False))
         entries.append(Entry(simulate(schedule, times) if times.recompute else plain, plain.makespan))
     if not entries:
-        raise ScheduleError(f"no schedule can have this shape: {rejected[BASE]}")
+        raise ScheduleError(f"no schedule of this shape can be compared: {rejected[BASE]}")
     return Comparison(times, tuple(entries), rejected)
 
 

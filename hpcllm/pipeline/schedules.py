@@ -246,7 +246,8 @@ def _check_sizes(placement: Placement, microbatches: int, most: int = MOST_PASSE
         raise ScheduleError(f"a schedule with {', '.join(low)} does not exist; the least is 1")
     if (passes := placement.stages * microbatches) > most:
         product = " x ".join(f"{value} {key}" for key, value in sizes.items())
-        raise ScheduleError(f"{product} = {passes} forward passes; valid: at most {most} of all ranks together")
+        fewer = f", so {most // placement.stages} microbatches" if placement.stages <= most else ""
+        raise ScheduleError(f"{product} = {passes} forward passes; valid: at most {most} of all ranks together{fewer}")
 
 
 def _out_of_range(action: Action, placement: Placement, microbatches: int) -> str:

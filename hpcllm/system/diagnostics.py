@@ -18,9 +18,9 @@ import sys
 from contextlib import suppress
 
 from hpcllm.errors import ConfigError
+from hpcllm.system.job import launched_rank
 
 LEVELS = ("debug", "info", "warning")
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PALS_RANKID", "SLURM_PROCID", "FLUX_TASK_RANK")
 
 
 def start() -> None:
@@ -38,9 +38,8 @@ def _start_log(level: str) -> None:
         raise ConfigError(f"HPCLLM_LOG={level!r} is unknown; valid: {', '.join(LEVELS)}")
     import logging
 
-    rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(logging.Formatter(f"%(asctime)s rank {launched_rank()} %(levelname)s %(name)s: %(message)s"))
     log = logging.getLogger("hpcllm")
     log.handlers = [handler]
     log.setLevel(level.upper())

@@ -50,11 +50,19 @@ RUNNING = "running"
 FORWARD_S = 0.5  # for the launcher to pass our last words on: an abort can overtake them
 # where launchers say how many ranks they started: Open MPI and PRRTE, MPICH and Cray PALS, srun, flux run
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "FLUX_JOB_SIZE")
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PALS_RANKID", "SLURM_PROCID", "FLUX_TASK_RANK")
+# of a frame: read after "Timeout" where the limit of the call has passed, after "Segmentation fault" where it crashed
+WAITS_FOR_ALL = "which returns once all ranks have come to it"
 
 
 def launched_ranks() -> int:
     """Return the number of processes that a launcher says it has started, without asking MPI; 1 if none says so."""
     return max((int(value) for name in SIZE_VARIABLES if (value := os.environ.get(name, "")).isdigit()), default=1)
+
+
+def launched_rank() -> str:
+    """Return the rank of this process in its launcher's words, without asking MPI; "0" if none says it."""
+    return next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
 
 
 def launcher() -> str:
@@ -132,7 +140,7 @@ def _named(words: str, function: Callable[[], T]) -> Callable[[], T]:
 def start_mpi(limit_s: float) -> MPI.Intracomm:
     """Start MPI on this process, and the watch over its calls; returns the world. Collective over all ranks."""
     import_mpi = partial(importlib.import_module, "mpi4py.MPI")
-    mpi = call_within(limit_s, "the job ends: MPI_Init does not return, as a rank has not come to it", import_mpi)
+    mpi = call_within(limit_s, f"rank {launched_rank()} in MPI_Init, {WAITS_FOR_ALL}", import_mpi)
     from hpcllm.mpi.stuck_calls import watch_calls
     from hpcllm.mpi.wait import job_waits
 
@@ -153,9 +161,8 @@ def _finalize() -> None:
     from hpcllm.mpi.wait import job_waits
 
     if MPI.Is_initialized() and not MPI.Is_finalized():
-        words = "the job ends: MPI_Finalize does not return, as a rank has not come to it"
         rank = MPI.COMM_WORLD.rank
-        call_within(job_waits.limit_s, words, MPI.Finalize)
+        call_within(job_waits.limit_s, f"rank {rank} in MPI_Finalize, {WAITS_FOR_ALL}", MPI.Finalize)
         if rank == 0:
             _tell_launch_script("")
 

@@ -56,9 +56,30 @@ def test_a_rank_that_stops_at_any_time_ends_the_job_with_its_words(where):
     start = time.monotonic()
     done = run_script(STOPPED, 2, where)
     assert done.returncode != 0
-    said = f"the job ends: {where} does not return" if "MPI" in where else r"rank 1 \(.*\) has not answered"
+    if "MPI" in where:
+        said = rf"Timeout \((.|\n)* in hpcllm: rank 0 in {where}, which returns once all ranks have come to it"
+    else:
+        said = r"rank 1 \(.*\) has not answered"
     assert re.search(said, done.stderr), done.stderr
     assert time.monotonic() - start < 20
+
+
+def test_a_rank_that_crashes_in_mpi_init_says_so_and_not_that_it_waited_too_long():
+    """The other one does not come, so that MPI_Init is where the signal finds it."""
+    script = """
+import os, subprocess, sys, time
+from hpcllm.system import diagnostics
+from hpcllm.system.job import launched_rank, run_job
+if launched_rank() == "0":
+    time.sleep(300)
+diagnostics.start()
+subprocess.Popen(["sh", "-c", f"sleep 3; kill -SEGV {os.getpid()}"], stdout=subprocess.DEVNULL)
+run_job(lambda world: 0)
+"""
+    done = run_script(script, 2)
+    assert done.returncode != 0
+    assert re.search(r"Segmentation fault(.|\n)* in hpcllm: rank 1 in MPI_Init, ", done.stderr), done.stderr
+    assert "Timeout" not in done.stderr
 
 
 def test_every_blocking_collective_of_a_command_has_a_name_and_a_limit():

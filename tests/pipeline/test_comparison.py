@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcllm.errors import ScheduleError
 from hpcllm.pipeline.actions import Op
-from hpcllm.pipeline.report import compare, comparison_facts, comparison_lines, peak_full
-from hpcllm.pipeline.schedules import SCHEDULES, make_schedule
+from hpcllm.pipeline.report import MOST_COMPARED, compare, comparison_facts, comparison_lines, peak_full
+from hpcllm.pipeline.schedules import SCHEDULES, make_placement, make_schedule
 from hpcllm.pipeline.timing import Times, simulate
 
 
@@ -74,9 +76,27 @@ def test_a_schedule_that_cannot_have_the_shape_is_a_row_with_the_reason():
     ]
 
 
-def test_a_shape_that_none_can_have_is_an_error():
-    with pytest.raises(ScheduleError, match="no schedule can have this shape: 4000 ranks x 1 chunks"):
+def test_a_shape_of_which_none_can_be_compared_is_an_error():
+    with pytest.raises(ScheduleError, match="no schedule of this shape can be compared: 4000 ranks x 1 chunks"):
         compare(4000, 4000, None, Times())
+
+
+@given(st.integers(1, 2 * MOST_COMPARED), st.integers(1, 4))
+def test_a_shape_that_is_too_large_is_refused_with_the_largest_that_is_not(ranks, chunks):
+    def made(microbatches: int) -> str:
+        """Make a placement; returns why it is rejected."""
+        try:
+            make_placement("interleaved", ranks, microbatches, chunks, MOST_COMPARED)
+        except ScheduleError as error:
+            return str(error)
+        return ""
+
+    told = re.search(r"at most 4096 of all ranks together(?:, so (\d+) microbatches)?$", made(10**6))
+    assert told
+    assert (told[1] is None) == (ranks * chunks > MOST_COMPARED)
+    if told[1]:
+        assert not made(int(told[1]))
+        assert made(int(told[1]) + 1)
 
 
 def test_bytes_are_messages_times_their_size():
