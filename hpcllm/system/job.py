@@ -44,7 +44,8 @@ INSIST_S = 1.0  # one Ctrl-C may reach a rank twice, from the terminal and from 
 GATHER_LIMIT_S = 2.0  # for ranks that make the same mistake to find each other
 ABORT_S = 5.0  # for an abort to end this process; with a link down Open MPI's never returns
 # variable: a file for launch.sh. "running": rank 0 has not come to its end, so an mpirun that ends with 0 has lost its
-# host or another; a number: the exit code of an abort, after which mpirun may have to be ended
+# host or another; a number: the exit code of an abort; "Timeout": a traceback, of a call_within that took too long.
+# After these two mpirun may have to be ended
 ABORT_FILE = "HPCLLM_ABORTED"
 RUNNING = "running"
 FORWARD_S = 0.5  # for the launcher to pass our last words on: an abort can overtake them
@@ -117,14 +118,15 @@ def call_within(limit_s: float, words: str, function: Callable[[], T]) -> T:
     """Call a function; end the process with exit code 1 if that takes longer, even if native code keeps the GIL.
 
     A thread of the interpreter's own does that. It prints nothing but a traceback, so the words are there: as the name
-    of a function.
+    of a function. They go to the file of ABORT_FILE, if there is one: the launch script prints them and sees that
+    mpirun ends, which Open MPI's does not while a stopped rank has not greeted it to the end.
     """
     call = _named(words, function)
-    faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__ or 2)
-    try:
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(path.open("a")) if (path := _abort_file()) else sys.__stderr__ or 2
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=file)
+        stack.callback(faulthandler.cancel_dump_traceback_later)
         return call()
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def _named(words: str, function: Callable[[], T]) -> Callable[[], T]:
@@ -218,10 +220,14 @@ def _end_soon(code: int) -> None:
 
 def _tell_launch_script(word: str) -> None:
     """Write to the file of ABORT_FILE, if a launch script has made one on this host."""
-    path = Path(os.environ.get(ABORT_FILE) or os.devnull)
     with contextlib.suppress(OSError):
-        if path.is_file():
+        if path := _abort_file():
             path.write_text(f"{word}\n" if word else "", encoding="ascii")
+
+
+def _abort_file() -> Path | None:
+    path = Path(os.environ.get(ABORT_FILE) or os.devnull)
+    return path if path.is_file() and os.access(path, os.W_OK) else None
 
 
 @dataclass

@@ -29,7 +29,9 @@ hpcllm_mpirun() { # does not return
     "hpcllm_$(hpcllm_family)" "$ranks" "$@"
 }
 
-hpcllm_abort_file() { # exports HPCLLM_ABORTED: an empty file; rank 0 writes "running", a rank that aborts the exit code
+# exports HPCLLM_ABORTED: an empty file; rank 0 writes "running", a rank that aborts the exit code, one that is ended in a
+# call of MPI its stack, from "Timeout" on
+hpcllm_abort_file() {
     HPCLLM_ABORTED=$(mktemp "${TMPDIR:-/tmp}/hpcllm-aborted-XXXXXX") || HPCLLM_ABORTED=""
     export HPCLLM_ABORTED
 }
@@ -39,7 +41,7 @@ hpcllm_end_after_abort() { # PID COMMAND...: run COMMAND, which kills, if PID st
     shift
     while kill -0 "$pid" 2>/dev/null; do
         sleep 1 >/dev/null 2>&1 # which, left behind for a second, shall keep nobody's pipe open
-        if grep -q '^[0-9]' "$HPCLLM_ABORTED" 2>/dev/null && [ $((left -= 1)) -le 0 ]; then
+        if grep -q '^[0-9T]' "$HPCLLM_ABORTED" 2>/dev/null && [ $((left -= 1)) -le 0 ]; then
             echo "hpcllm: mpirun did not end after a rank aborted the job, as when a host is out of reach; ended by force" >&2
             "$@"
             return
@@ -54,9 +56,10 @@ hpcllm_kill_tree() { # PID: and all processes that it has started
     kill -KILL "$1" 2>/dev/null || :
 }
 
-hpcllm_exit_code() { # CODE: that of mpirun, unless a rank has aborted with another one; removes the file
+hpcllm_exit_code() { # CODE: that of mpirun, unless a rank has aborted with another one; prints stacks; removes the file
     local code=""
     read -r code <"$HPCLLM_ABORTED" || :
+    if sed -n '/^Timeout/,$p' "$HPCLLM_ABORTED" | grep '' >&2; then code=1; fi
     rm -f "$HPCLLM_ABORTED"
     case $code in
         running)

@@ -289,6 +289,17 @@ def test_numbers_out_of_range_are_refused(key):
         parse("", [f"{key}=-2"])
 
 
+@pytest.mark.parametrize("key", [key for key, (valid, _) in RULES.items() if valid.startswith("a path ")])
+@pytest.mark.parametrize(
+    ("longest", "wrong"), [("x" * 255, "x" * 256), ("é" * 127, "é" * 128), ("x/" * 2047, "x/" * 2048)]
+)
+def test_a_path_that_no_file_has_is_refused_by_its_key(key, longest, wrong):
+    assert RULES[key][1](longest)
+    for path in (wrong, "\\u0000", f"{longest[:-1]}\\u0000"):
+        with pytest.raises(ConfigError, match=rf"{key} = .*; valid: a path without NUL"):
+            parse("", [f'{key}="{path}"'])
+
+
 @pytest.mark.parametrize("override", ["mesh.dp", "mesh=4", "=4", "dp=4", "mesh.=4", ""])
 def test_an_override_that_is_none_is_refused_with_an_example(override):
     with pytest.raises(ConfigError, match=r"should read table\.key=value, for example mesh\.dp=4"):

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -148,32 +147,54 @@ def test_a_collective_that_hangs_though_all_have_come_is_named_by_who_called_it(
     assert re.search(r"has not returned for 0 s from `comm.bcast\( into, 0, tag=7\)` \(a place.py:", found), found
 
 
-def test_an_abort_that_does_not_return_ends_the_process_all_the_same():
+def test_an_abort_that_does_not_return_ends_the_process_all_the_same(tmp_path):
     """MPI_Abort keeps the GIL: so does this sleep."""
-    script = (
-        "import ctypes, sys; from hpcllm.system import job; job.ABORT_S = 0.5\n"
-        "job._end_soon(3); ctypes.PyDLL(None).usleep(20_000_000)"
-    )
-    start = time.monotonic()
-    path = f"/tmp/hpcllm aborted {time.time_ns()}"
-    Path(path).touch()
-    done = subprocess.run([sys.executable, "-c", script], env=environment() | {"HPCLLM_ABORTED": path}, cwd=ROOT)
+    (tmp_path / "aborted").touch()
+    done = ended_in(f"job.ABORT_S = 0.5; job._end_soon(3); {KEEPS_THE_GIL}", HPCLLM_ABORTED=str(tmp_path / "aborted"))
     assert done.returncode == 1
+    assert (tmp_path / "aborted").read_text() == "3\n"
+
+
+@pytest.mark.parametrize("has_launch_script", [True, False])
+def test_a_call_that_takes_too_long_says_so_to_the_launch_script_or_else_to_the_user(tmp_path, has_launch_script):
+    """Open MPI's mpirun may stay after such an end, so that its launch script has to know."""
+    path = tmp_path / "aborted"
+    path.write_text("running\n")
+    call = f"job.call_within(0.5, 'some call', lambda: {KEEPS_THE_GIL})"
+    done = ended_in(call, HPCLLM_ABORTED=str(path) if has_launch_script else "")
+    told, silent = (path.read_text(), done.stderr) if has_launch_script else (done.stderr, path.read_text()[8:])
+    assert done.returncode == 1
+    assert re.search(r"^Timeout \((.|\n)* in hpcllm: some call\n", told, re.MULTILINE), told
+    assert silent == ""
+
+
+KEEPS_THE_GIL = "ctypes.PyDLL(None).usleep(20_000_000)"
+
+
+def ended_in(call: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Make a call in a process of its own, which is to end within seconds."""
+    start = time.monotonic()
+    script = f"import ctypes; from hpcllm.system import job; {call}"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment() | variables, cwd=ROOT, capture_output=True, text=True)
     assert time.monotonic() - start < 10
-    with open(path) as file:
-        assert file.read() == "3\n"
+    return done
 
 
-@pytest.mark.parametrize(("word", "code", "becomes"), [("running", 0, 1), ("running", 9, 9), ("", 0, 0), ("3", 0, 3)])
+@pytest.mark.parametrize(
+    ("word", "code", "becomes"),
+    [("running", 0, 1), ("running", 9, 9), ("", 0, 0), ("3", 0, 3), ("Timeout!", 0, 1), ("running\nTimeout!", 137, 1)],
+)
 def test_an_mpirun_that_ends_with_0_before_rank_0_does_has_failed(tmp_path, word, code, becomes):
     """Open MPI's, when it loses a host. Commands that are none of ours write nothing."""
-    script = f""". jobscripts/local/launch.sh; hpcllm_abort_file; echo {word} >"$HPCLLM_ABORTED"
+    script = f""". jobscripts/local/launch.sh; hpcllm_abort_file; echo '{word}' >"$HPCLLM_ABORTED"
     hpcllm_exit_code {code}; [ ! -e "$HPCLLM_ABORTED" ]"""
     done = subprocess.run(
         ["bash", "-c", script], env=environment() | {"TMPDIR": str(tmp_path)}, cwd=ROOT, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (0, f"{becomes}\n"), done.stderr
     assert ("a host was lost" in done.stderr) == (word == "running" and code == 0)
+    assert ("Timeout!" in done.stderr) == ("Timeout!" in word)
 
 
 def test_the_launch_script_hears_whether_rank_0_has_come_to_its_end(tmp_path):
@@ -188,17 +209,18 @@ def test_the_launch_script_hears_whether_rank_0_has_come_to_its_end(tmp_path):
     assert path.read_text() == ""
 
 
-def test_a_launch_script_ends_what_stays_after_an_abort(tmp_path):
+@pytest.mark.parametrize(("word", "code"), [("5", 5), ("running\nTimeout (0:00:05)!", 1)])
+def test_a_launch_script_ends_what_stays_after_an_abort(tmp_path, word, code):
     """Open MPI's mpirun stays if a host is out of reach; so does this sleep, with a child."""
-    script = """set -euo pipefail; . jobscripts/local/launch.sh; hpcllm_abort_file
+    script = f"""set -euo pipefail; . jobscripts/local/launch.sh; hpcllm_abort_file
     bash -c 'sleep 60 & wait' & job=$!
     hpcllm_end_after_abort "$job" hpcllm_kill_tree "$job" &
-    echo 5 >"$HPCLLM_ABORTED"
+    echo '{word}' >"$HPCLLM_ABORTED"
     wait "$job" && code=0 || code=$?
     hpcllm_exit_code "$code"; pgrep -P "$job" || echo nothing left; [ ! -e "$HPCLLM_ABORTED" ]"""
     environment_ = environment() | {"HPCLLM_ABORT_S": "1", "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         ["bash", "-c", script], env=environment_, cwd=ROOT, capture_output=True, text=True, timeout=20
     )
-    assert (done.returncode, done.stdout.split("\n")[:2]) == (0, ["5", "nothing left"]), done.stderr
+    assert (done.returncode, done.stdout.split("\n")[:2]) == (0, [f"{code}", "nothing left"]), done.stderr
     assert "ended by force" in done.stderr

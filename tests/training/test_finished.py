@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 from pytest_mpi import parallel_assert  # type: ignore[import-untyped]
@@ -37,6 +37,9 @@ def test_a_record_counts_for_as_many_steps_as_it_names(tmp_path_factory, step, s
     assert not read_progress(folder, steps).is_finished
 
 
+@example(b"3")  # JSON, but no table
+@example(b"[7]")
+@example(b"[" * 4000)  # nested deeper than Python reads
 @given(st.one_of(st.binary(max_size=60), st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists)))
 @settings(max_examples=60, deadline=None)
 def test_a_damaged_record_counts_as_none(tmp_path_factory, content):

@@ -15,6 +15,7 @@ import torch
 from small_runs import make_store, with_tables
 
 from hpcllm.checkpoint.archive import compress
+from hpcllm.checkpoint.diff import difference
 from hpcllm.checkpoint.folder import newest_first
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.config import schema as configs
@@ -131,6 +132,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(comm, store, monke
     assert list(logged_by_step(cut, "loss")) == list(logged_by_step(straight, "loss"))
     assert logged(cut, "loss") == logged(straight, "loss")
     assert tensors(rest.checkpoint) == tensors(whole.checkpoint)
+    with Checkpoint.open(rest.checkpoint) as resumed, Checkpoint.open(whole.checkpoint) as uninterrupted:
+        facts = difference(resumed, uninterrupted).facts
+    assert set(facts) <= {"run/config/run.name"}, facts  # what `checkpoint diff` says
 
 
 def stop_after(monkeypatch, step: int, number: signal.Signals, rank: int, comm) -> None:
