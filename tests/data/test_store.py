@@ -10,13 +10,15 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from made_up_stores import lie, put, write_store
 from pytest_mpi.parallel_assert import parallel_assert
 
 from hpcllm.cli.main import main
 from hpcllm.data.loader import Loader
 from hpcllm.data.sampler import Sampler, sample_count
-from hpcllm.data.store import LARGEST_TOKENIZER_BYTES, SPLITS, TokenStore, is_store, read_header
+from hpcllm.data.store import LARGEST_TOKENIZER_BYTES, SPLITS, TokenStore, epochs_note, is_store, read_header
 from hpcllm.data.store_verify import verify
 from hpcllm.data.store_watch import StoreWatch
 from hpcllm.errors import CheckpointError, DataError
@@ -259,3 +261,10 @@ def test_all_ranks_open_or_none(comm, shared_path):
     parallel_assert(len(store.tokens("train")) == 15)
     with pytest.raises(DataError, match=r"missing\.h5"):
         TokenStore.open(shared_path / "missing.h5", comm)
+
+
+@given(st.floats(0, 1e9))
+@example(4.0)
+@example(4.1)
+def test_more_than_four_epochs_are_warned_of(epochs):
+    assert bool(epochs_note(epochs)) == (epochs > 4)

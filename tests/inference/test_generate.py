@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +182,18 @@ def test_speed_is_told_where_there_is_one(cycling_model, capsys, tokens):
     assert report["tokens"] == tokens
     assert (report["first_token_s"] is None) == (tokens == 0)
     assert (report["tokens_per_s"] is None) == (tokens < 2)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_generated_text_does_not_steer_a_terminal_and_comes_as_it_is_anywhere_else(
+    monkeypatch, random_model, is_terminal
+):
+    written = io.StringIO()
+    monkeypatch.setattr(written, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stdout", written)
+    assert main(["generate", str(random_model), "--prompt", "a\x1b[2J", "--tokens", "300"]) == 0
+    steers = {c for c in written.getvalue() if c < " " and c not in "\n\t"}
+    assert steers == set() if is_terminal else len(steers) > 3
 
 
 def test_what_launchers_say_is_heard_without_mpi(monkeypatch):
