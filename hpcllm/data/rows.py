@@ -122,7 +122,7 @@ def csv_rows(
     def texts() -> Iterator[str]:
         nonlocal row_bytes
         for _, line in lines:
-            row_bytes += len(line or b"")
+            row_bytes += len(line or b"") + 1  # its end
             if line is None or row_bytes > largest_bytes:
                 raise UnreadableError(too_large)
             yield line.decode("utf-8") + "\n"

@@ -137,6 +137,14 @@ def test_what_is_too_large_is_dropped_before_it_fills_the_memory(tmp_path, suffi
     assert texts_of(items) == (["small"] if "jsonl" in suffix else [])
 
 
+@pytest.mark.parametrize("row", ['"' + "line\n" * 999 + '"', '"a\nb",' * 999 + "end"], ids=["one field", "many fields"])
+def test_a_row_of_many_lines_is_too_large_however_short_each_is(tmp_path, row):
+    (tmp_path / "big.csv").write_text(f"text,id\nsmall,1\n{row}\nlost,2\n")
+    items = read(tmp_path / "big.csv", largest_bytes=2000)
+    assert [item.reason for item in items if isinstance(item, Problem)] == [TOO_LARGE]
+    assert texts_of(items) == ["small"]
+
+
 @pytest.mark.parametrize(
     ("kind", "compressor"),
     [
