@@ -75,6 +75,7 @@ def test_the_weights_of_a_block_are_one_message_of_ours_and_one_a_matrix_of_othe
     for trainer, messages in (("hpcllm", 1), ("megatron", 4)):
         text = f"dp=64,shard=all,trainer={trainer}"
         assert exchanged(text) == exchanged(f"{text},messages={messages}")
+        assert exchanged(text).passes_s < exchanged(f"{text},messages={messages + 1}").passes_s
 
 
 @pytest.mark.parametrize("forward_s", [0.0, 0.1, 100.0])
