@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 
 from hpcllm.plan.layout_search import Search, search
+from hpcllm.plan.machine import read_machine
+from hpcllm.plan.prediction import predict
 from hpcllm.plan.ranking import lines, nothing, obstacles
+from hpcllm.plan.report import lines as report_lines
 
 MODEL = {"layers": 6, "hidden": 96, "heads": 12, "kv_heads": 4, "ffn": 256, "vocab": 512, "sequence": 64}
 
@@ -47,3 +51,15 @@ def test_a_batch_that_replicas_cannot_share_is_named_with_its_neighbours():
 
 def test_nothing_is_in_the_way_of_what_was_found():
     assert obstacles(found("tp=4")) == []
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_more_devices_than_the_machine_has_are_said(nodes):
+    lumi = read_machine("lumi-g")
+    machine, each = dataclasses.replace(lumi, nodes=nodes), lumi.device.per_node
+    for devices in (each, 2 * each):
+        asked = search(machine, MODEL, devices, 64, top=1, constraints="tp=4,pp=1")
+        one = predict(machine, asked.model, asked.best[0].layout, 64)
+        for told in (lines(asked, None), report_lines(one, None)):
+            says = f"MORE DEVICES THAN THERE ARE: {devices}, and {machine.name} has {nodes * each} on" in " ".join(told)
+            assert says == (devices > nodes * each)

@@ -75,6 +75,7 @@ def test_a_step_lies_in_its_interval_which_many_replicas_widen(step_s: float, re
     assert low_s < step_s < high_s
     wider = interval_s(step_s, replicas + MANY)
     assert wider[0] <= low_s < high_s <= wider[1]
+    assert interval_s(step_s, MANY)[1] < interval_s(step_s, MANY + 1)[1]
 
 
 def test_the_widths_are_those_of_rows_that_chose_constants_and_hold_for_rows_that_did_not() -> None:
