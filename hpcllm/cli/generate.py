@@ -78,7 +78,10 @@ def _generate_on_ranks(arguments: argparse.Namespace, world: MPI.Intracomm) -> i
 
 
 def _generate(arguments: argparse.Namespace, mesh: Mesh | None) -> None:
-    from hpcllm.inference.generate import continue_prompt
+    from hpcllm.system.quick_imports import quick_imports
+
+    with quick_imports():
+        from hpcllm.inference.generate import continue_prompt
 
     start_s = time.perf_counter()
     pieces = continue_prompt(arguments.checkpoint, mesh=mesh, **{key: getattr(arguments, key) for key in KEYS})

@@ -41,9 +41,12 @@ def examine_and_print(arguments: argparse.Namespace, world: MPI.Intracomm) -> in
     """Examine the allocation and print the page on rank 0. Collective over world. Raises UserError, StallError."""
     from hpcllm.config import schema
     from hpcllm.mpi.collective_errors import on_root
-    from hpcllm.preflight.examination import examine_allocation
+    from hpcllm.system.quick_imports import quick_imports
 
     tables = on_root(world, lambda: _tables(arguments))
+    with quick_imports():
+        from hpcllm.preflight.examination import examine_allocation
+
     page = examine_allocation(world, schema.from_tables(tables) if tables else None, arguments.quick)
 
     def print_page() -> bool:

@@ -54,8 +54,13 @@ def run(arguments: argparse.Namespace) -> int:
         from hpcllm.mpi.wait import job_waits
 
         job_waits.limit_s = checked.limits.stall_s
-        from hpcllm.preflight.examination import start
-        from hpcllm.training.loop import train as run  # after the run file is known to be right: it takes seconds
+        from hpcllm.plan.resolve import check_launch
+        from hpcllm.system.quick_imports import quick_imports
+
+        on_root(world, lambda: check_launch(checked, world.size))
+        with quick_imports():  # torch: seconds and thousands of files, so only for a launch that can be right
+            from hpcllm.preflight.examination import start
+            from hpcllm.training.loop import train as run
 
         start(world, checked.run.device, checked.limits.stall_s)
         with contextlib.redirect_stdout(sys.stderr if is_json_alone(arguments) else sys.stdout):

@@ -28,6 +28,7 @@ from hpcllm.system.affinity import set_affinity_of_job
 from hpcllm.system.command_line import Parser, add_stall_limit, run_command
 from hpcllm.system.job import WAIT_LIMIT_S, StopSignals, run_job
 from hpcllm.system.output import check_writable, is_json_alone, write_json
+from hpcllm.system.quick_imports import quick_imports
 
 COMMANDS = {  # name: (module that runs it, function that adds its options, help)
     "allreduce": ("collective", add_collective_arguments, "time the sum of every rank's array on every rank"),
@@ -100,7 +101,8 @@ def _step_or_tune(arguments: argparse.Namespace) -> int:
 
 def _module(arguments: argparse.Namespace) -> Any:
     """Module of a command, which loads torch: imported when the command is known to be run."""
-    return import_module(f"hpcllm.perf.{COMMANDS[arguments.perf_command][0]}")
+    with quick_imports():
+        return import_module(f"hpcllm.perf.{COMMANDS[arguments.perf_command][0]}")
 
 
 def _plot(arguments: argparse.Namespace) -> int:

@@ -77,6 +77,19 @@ def resolve(
     return ResolvedRun(config, schedule, layer_spans(config, placement), recompute_levels(config, placement))
 
 
+def check_launch(config: Config, ranks: int) -> None:
+    """Reject a launch on a wrong number of ranks, or without its token store, before anything slow is loaded.
+
+    `resolve` checks all. Raises UserError.
+    """
+    if config.run.start_from:  # the model is not known yet
+        mesh_sizes(ranks, config.mesh)
+        return
+    check_layout(config, ranks)
+    if not config.model.vocabulary:
+        stored_vocabulary(config)
+
+
 def check_layout(config: Config, ranks: int) -> Config:
     """Return the config with mesh.dp filled in.
 
