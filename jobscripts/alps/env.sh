@@ -20,9 +20,7 @@ HPCLLM_VENV=${HPCLLM_ENV:-$HPCLLM_ROOT/.venv-alps}
 HPCLLM_UENV=${HPCLLM_UENV:-pytorch/v2.9.1} # the first whose mpi4py is new enough [1]
 hpcllm_near=""                             # the packages are one file already, after `install.sh pack`
 
-# the file of `install.sh pack` lies over the folder that it was made from, so no path changes (CSCS, "Storage" guide)
 hpcllm_mounted=$HPCLLM_UENV
-if [ -e "$HPCLLM_VENV.sqsh" ]; then hpcllm_mounted=$HPCLLM_UENV,$HPCLLM_VENV.sqsh:$HPCLLM_VENV; fi
 
 # 72 cores each, those of the GPU's own Grace; each rank sees one device [2]
 hpcllm_start=(--uenv="$hpcllm_mounted" --view=default --gpus-per-task=1 --cpu-bind=cores)
@@ -32,6 +30,11 @@ hpcllm_modules() { :; } # none: all is in the uenv
 hpcllm_here() { uenv run --view=default "$hpcllm_mounted" -- "$@"; } # as Python is in the uenv [4]
 
 hpcllm_variables() {
+    # the one file lies over the folder that it was made from, so no path changes (CSCS, "Storage" guide)
+    if hpcllm_packed "$HPCLLM_VENV.sqsh"; then
+        hpcllm_mounted=$HPCLLM_UENV,$HPCLLM_VENV.sqsh:$HPCLLM_VENV
+        hpcllm_start[0]=--uenv=$hpcllm_mounted
+    fi
     # MPI reads a GPU's memory. In jobs only: an MPI for CPUs ends each program that starts with it [3]
     export MPICH_GPU_SUPPORT_ENABLED=${MPICH_GPU_SUPPORT_ENABLED:-1}
     # finds out when registered memory is freed; may avoid hangs of large runs, and costs less than `disabled` [3]

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# shellcheck disable=SC2034 # what is set here is read by ../common/
+# shellcheck disable=SC2034,SC2154 # what is set here is read by ../common/, and what is read is set there
 # Aurora, ALCF: 6 GPUs of 2 tiles a node, a rank on each tile. Sourced by the scripts here. Not run on this machine by us; from:
 #     [1] ALCF user guides, "Running Jobs on Aurora"
 #     [2] ALCF user guides, "PyTorch on Aurora" and "Python on Aurora"
@@ -39,12 +39,15 @@ hpcllm_variables() {
     export ZES_ENABLE_SYSMAN=${ZES_ENABLE_SYSMAN:-1}
 }
 
-hpcllm_copper_nodes=256 # from here on; ALCF asks for it at large node counts and warns of 1000 without it [2]
-
-hpcllm_spread() { # PBS has no sbcast: Copper reads each file once for all nodes and hands it on [4]
-    local packages
-    if [ "$(hpcllm_nodes)" -lt "$hpcllm_copper_nodes" ] && [ -z "${DRY_RUN:-}" ]; then return; fi
-    if [ -n "${DRY_RUN:-}" ]; then echo "from $hpcllm_copper_nodes nodes on: module load copper, launch_copper.sh" && return; fi
+# PBS has no sbcast: Copper reads each file once for all nodes and hands it on [4]. ALCF asks for it at large node counts and
+# warns of 1000 without it [2]
+hpcllm_spread() {
+    local packages nodes
+    nodes=$(hpcllm_nodes)
+    if [ "${HPCLLM_PACKED:-}" = 0 ]; then return; fi
+    if [ "$nodes" -le "$hpcllm_many_nodes" ] && [ "${HPCLLM_PACKED:-}" != 1 ] && [ -z "${DRY_RUN:-}" ]; then return; fi
+    if [ -n "${DRY_RUN:-}" ]; then echo "on more than $hpcllm_many_nodes nodes: module load copper, launch_copper.sh" && return; fi
+    hpcllm_say "$nodes nodes: Python's files come by Copper; HPCLLM_PACKED=0 switches that off"
     hpcllm_load copper # that very program [4]
     launch_copper.sh
     packages=$(echo "$HPCLLM_VENV"/lib/python3*/site-packages)

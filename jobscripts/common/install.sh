@@ -4,7 +4,7 @@
 #     hpcllm_install_on MACHINE [pack]         on a login node; afterwards jobs find the environment by themselves
 #
 #     modules of env.sh -> an empty environment -> torch -> mpi4py -> h5py -> hpcllm -> does it start?
-#     pack:  one file beside it, which jobs copy to the disk of each node (slurm.sh says why)
+#     pack:  one file beside it, which jobs copy to the disk of each node (pack.sh says why)
 #
 # What a step has done is noted in the environment, with its command; a second call, after a lost connection perhaps,
 # goes on with what is missing, or with what has changed. rm -r the folder to begin anew. Variables of the caller:
@@ -93,25 +93,6 @@ print("torch", torch.__version__, "mpi4py", mpi4py.__version__, "h5py", h5py.__v
     "parallel" if h5py.get_config().mpi else "not parallel: checkpoint.writer = offsets needs no other")' "$hpcllm_build"
 }
 
-hpcllm_pack() { # one file of the environment and of the source, which lies anywhere on a node
-    local folder=$HPCLLM_VENV archive=$HPCLLM_VENV.tar
-    if [ ${#hpcllm_inside[@]} != 0 ]; then # a container can use one file as a folder
-        mksquashfs "$folder" "$folder.sqsh" -noappend -processors 1 -no-xattrs # LUMI AI Guide, chapter 2
-        return
-    fi
-    hpcllm_say "packing $archive"
-    if [ -n "${hpcllm_conda:-}" ]; then # its files name the folder they were made for: conda-unpack mends them, on each node
-        "$folder/bin/conda-pack" --prefix "$folder" --arcroot environment --format tar --output "$archive.new" --force \
-            --ignore-editable-packages --ignore-missing-files # hpcllm itself; files that pip has replaced
-    else # names in a virtual environment are not used by `python -m`
-        # tar reads a folder's name with a backslash as a pattern; ours has none of its own
-        tar -C "${folder%/*}" --transform "s|^${folder##*/}|environment|" -cf "$archive.new" "${folder##*/}"
-    fi
-    tar -C "$HPCLLM_ROOT" --transform 's|^\./hpcllm|source/hpcllm|' -rf "$archive.new" ./hpcllm
-    mv "$archive.new" "$archive"
-    hpcllm_say "$(du -h "$archive" | cut -f1) are copied to each node from now on; after a change of hpcllm, pack again"
-}
-
 hpcllm_install_on() { # MACHINE [pack]
     hpcllm_machine=$1
     hpcllm_start=() hpcllm_each=() hpcllm_near="" hpcllm_inside=() hpcllm_beside="" hpcllm_build="" hpcllm_conda=""
@@ -128,6 +109,6 @@ hpcllm_install_on() { # MACHINE [pack]
     hpcllm_packages
     if [ -n "${DRY_RUN:-}" ]; then return; fi
     hpcllm_starts || hpcllm_die 1 "the environment in $HPCLLM_VENV does not start; see above"
-    if [ "${2:-}" = pack ]; then hpcllm_pack; fi
+    if [ "${2:-}" = pack ]; then hpcllm_pack || hpcllm_die 1 "could not pack $HPCLLM_VENV; see above"; fi
     hpcllm_say "ready: $HPCLLM_VENV"
 }

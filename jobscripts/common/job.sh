@@ -10,6 +10,7 @@
 # Variables of the caller; sbatch hands them on, and qsub does with -v NAME=VALUE:
 #     HPCLLM_ENV=FOLDER         the Python environment, if it is not the one that MACHINE/install.sh makes
 #     PREFLIGHT=0 | quick | warn    `train` starts without looking first; looks, but measures nothing; starts whatever is found
+#     HPCLLM_PACKED=0 | 1       Python starts from one file of its environment: never; always (pack.sh)
 #     DRY_RUN=1                 anywhere, without a batch system: what would be loaded, set and run
 #
 # env.sh gives: HPCLLM_VENV, the environment; hpcllm_modules and hpcllm_variables, functions; hpcllm_start, options of srun or
@@ -18,6 +19,8 @@
 
 # shellcheck source=../local/setup.sh
 . "$(dirname "${BASH_SOURCE[0]}")/../local/setup.sh"
+# shellcheck source=pack.sh
+. "$HPCLLM_ROOT/jobscripts/common/pack.sh"
 
 hpcllm_module() { # use FOLDER, or purge, which warns of modules that it has to keep
     if [ -n "${DRY_RUN:-}" ]; then echo "module $*" && return; fi
@@ -183,7 +186,7 @@ hpcllm_prepare() { # modules, variables, environment
 hpcllm_job() { # MACHINE VERB [ARGUMENTS...]
     local verb=$2 command code=0
     hpcllm_machine=$1
-    hpcllm_start=() hpcllm_each=() hpcllm_near="" hpcllm_handed=()
+    hpcllm_start=() hpcllm_each=() hpcllm_near="" hpcllm_handed=() hpcllm_inside=()
     # shellcheck source=../frontier/env.sh
     . "$HPCLLM_ROOT/jobscripts/$hpcllm_machine/env.sh"
     shift 2
@@ -194,6 +197,10 @@ hpcllm_job() { # MACHINE VERB [ARGUMENTS...]
     case ${PREFLIGHT:-1} in
         0 | 1 | quick | warn) ;;
         *) hpcllm_die 2 "PREFLIGHT=$PREFLIGHT; valid: 0, quick, warn, or nothing for all of it" ;;
+    esac
+    case ${HPCLLM_PACKED:-} in
+        0 | 1 | "") ;;
+        *) hpcllm_die 2 "HPCLLM_PACKED=$HPCLLM_PACKED; valid: 0, 1, or nothing: on more than $hpcllm_many_nodes nodes" ;;
     esac
     hpcllm_prepare
     if [ "$verb" = train ] && [ "${SLURM_RESTART_COUNT:-0}" != 0 ] && [ -z "${DRY_RUN:-}" ] &&

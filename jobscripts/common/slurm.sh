@@ -9,6 +9,8 @@ hpcllm_suffix=sbatch
 
 hpcllm_submit() { echo "sbatch $*"; } # SCRIPT ARGUMENTS
 
+hpcllm_nodes() { echo "${SLURM_JOB_NUM_NODES:-1}"; }
+
 hpcllm_job_id() { echo "${SLURM_JOB_ID:-}"; }
 
 # a run that its time limit or a signal has stopped puts itself back into the queue, which #SBATCH --requeue allows

@@ -10,7 +10,7 @@
 . "$HPCLLM_ROOT/jobscripts/common/slurm.sh"
 
 HPCLLM_VENV=${HPCLLM_ENV:-$HPCLLM_ROOT/.venv-leonardo}
-# nodes have no disk of their own that every job gets: the environment stays where it is [1]
+# nodes have no disk of their own that every job gets [1]: on many nodes the environment goes to their memory
 hpcllm_near=""
 
 # One socket: all cores are as far from each GPU. A rank takes the GPU of its number on the node, of the four it sees.

@@ -96,7 +96,7 @@ hpcllm_image_is_there() {
 
 hpcllm_in_container() { # each rank; the packages' one file lies over the folder that it was made from, so no path changes [4]
     hpcllm_image=(singularity exec)
-    if [ -e "$HPCLLM_VENV.sqsh" ]; then hpcllm_image+=(-B "$HPCLLM_VENV.sqsh:$HPCLLM_VENV:image-src=/"); fi
+    if hpcllm_packed "$HPCLLM_VENV.sqsh"; then hpcllm_image+=(-B "$HPCLLM_VENV.sqsh:$HPCLLM_VENV:image-src=/"); fi
     hpcllm_image+=("$HPCLLM_CONTAINER")
     hpcllm_each+=("${hpcllm_image[@]}")
     # shellcheck disable=SC2329 # job.sh calls it

@@ -243,6 +243,70 @@ def test_a_packed_environment_goes_to_each_node_by_the_batch_system(tmp_path):
         assert started(lines)[-1][-6].endswith("hpcllm-JOB/environment/bin/python")
 
 
+@pytest.mark.parametrize("folder", ["slurm", "frontier", "perlmutter", "leonardo", "lumi", "alps"])
+def test_many_nodes_start_python_from_one_file_without_being_asked(folder, tmp_path):
+    """From 65 on the file is made and used; one that is there is used on few, unless that is switched off."""
+
+    def python(lines: list[str]) -> str:
+        return next(word for word in started(lines)[-1] if word.endswith("bin/python"))
+
+    def command(**variables: str) -> list[str]:
+        words = {"HPCLLM_ENV": str(tmp_path / "env"), "HPCLLM_CONTAINER": "/torch.sif"} | variables
+        return dry_run(script_of(folder, "run"), *WORDS["run"], **words)
+
+    def is_packed(lines: list[str]) -> bool:
+        mounted = any("env.sqsh" in word for word in started(lines)[-1])
+        return mounted or python(lines).endswith("/hpcllm-JOB/environment/bin/python")
+
+    pack = f"bash jobscripts/{folder}/install.sh pack"
+    many, few = command(SLURM_JOB_NUM_NODES="65"), command(SLURM_JOB_NUM_NODES="64")
+    assert (pack in many, is_packed(many)) == (True, True)
+    assert (pack in few, is_packed(few)) == (False, False)
+    off, asked = command(SLURM_JOB_NUM_NODES="999", HPCLLM_PACKED="0"), command(HPCLLM_PACKED="1")
+    assert (pack in off, is_packed(off)) == (False, False)
+    assert (pack in asked, is_packed(asked)) == (True, True)
+    for suffix in ("tar", "sqsh"):
+        (tmp_path / f"env.{suffix}").touch()
+    assert pack not in command(SLURM_JOB_NUM_NODES="65")
+    assert is_packed(command(HPCLLM_NEAR="/scratch")) == (folder != "leonardo")
+    os.utime(tmp_path / "env.tar", (1, 1))  # older than the source
+    os.utime(tmp_path / "env.sqsh", (1, 1))
+    assert pack in command(SLURM_JOB_NUM_NODES="65")
+
+
+def test_what_cannot_be_packed_or_copied_is_said_and_the_run_starts_all_the_same(tmp_path):
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    words = """
+. "$0/common/job.sh"; . "$0/common/near.sh"
+hpcllm_inside=() hpcllm_near=$1 hpcllm_machine=slurm HPCLLM_VENV=$1/env hpcllm_source=$HPCLLM_ROOT
+hpcllm_nodes() { echo 65; }
+hpcllm_job_id() { echo 7; }
+hpcllm_on_nodes() { "$@"; }
+hpcllm_copy() { [ "$breaks" != copy ] && cp "$1" "$2"; }
+tar() { [ "$breaks" != pack ] && command tar "$@"; }
+set -euo pipefail
+hpcllm_spread
+echo "$HPCLLM_VENV $hpcllm_source"
+"""
+    for breaks, says in {"copy": "could not copy", "pack": "could not pack", "": "copied to each node"}.items():
+        for old in tmp_path.glob("env.*"):
+            old.unlink()
+        done = run("bash", "-c", words, FOLDERS, tmp_path, breaks=breaks)
+        assert done.returncode == 0, done.stderr
+        assert says in done.stdout + done.stderr
+        place = tmp_path / "hpcllm-7"
+        used = (place / "environment", place / "source") if not breaks else (tmp_path / "env", ROOT)
+        assert done.stdout.splitlines()[-1] == " ".join(map(str, used))
+        assert place.exists() == (not breaks)
+        assert sorted(path.name for path in tmp_path.glob("env*")) == (
+            ["env"] if breaks == "pack" else ["env", "env.tar"]
+        )
+    assert (place / "source" / "hpcllm" / "cli" / "main.py").exists()
+    assert (
+        "HPCLLM_PACKED=2; valid" in run("bash", script_of("slurm", "train"), RUN, DRY_RUN="1", HPCLLM_PACKED="2").stderr
+    )
+
+
 def test_arguments_with_spaces_stay_whole(tmp_path):
     path = tmp_path / "a run's file.toml"
     path.write_text("")
