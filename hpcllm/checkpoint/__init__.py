@@ -3,7 +3,7 @@
 slabs.py        boxes of global tensors, and where their bytes lie; plan.py: who writes or reads which block (pure)
 layout.py       names, types, blocks, checksums and packed chunks of the file (pure but for numpy)
 header.py       index at the front of the file, and its checksum; directory.py: everything but the tensors, checked
-exchange.py     parts of blocks travel between ranks
+agreement.py    all ranks agree on a plan; exchange.py: parts of blocks travel between them
 writer.py       all ranks write one file; file_layout.py: the file without its tensors
 reader.py       any slab on any rank; restore.py: all ranks together, back into a run or a model
 state.py        what a run keeps, as datasets and attributes; background.py: written while training goes on

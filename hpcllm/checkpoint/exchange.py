@@ -24,26 +24,22 @@ Works without MPI: comm=None.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcllm.checkpoint import layout
-from hpcllm.checkpoint import plan as planning
-from hpcllm.checkpoint.layout import DatasetSpec, as_bytes
+from hpcllm.checkpoint.layout import as_bytes
 from hpcllm.checkpoint.plan import BlockTask, Plan
 from hpcllm.checkpoint.slabs import Slab, part_of, stretch
-from hpcllm.mpi.collective_errors import on_all, rank_and_size
 from hpcllm.mpi.rank_names import name_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpcllm.mpi.wait import Waits
-
-T = TypeVar("T")
 
 WINDOW = 4  # turns of which messages and memory exist
 AHEAD = 2  # turns by which messages are started early
@@ -84,28 +80,6 @@ class FirstError:
             return False
         self.error = self.error or error
         return True
-
-
-def make_plan(
-    comm: MPI.Intracomm | None, specs: Mapping[str, DatasetSpec], slabs: Sequence[Slab], *, exactly_once: bool
-) -> Plan:
-    """Agree on who writes or reads which block. Collective over comm.
-
-    specs: of at least the datasets of this rank's slabs. exactly_once: the slabs of all ranks hold every element of
-    every dataset once, as in writing; the plan's specs are then those of all ranks. Raises CheckpointError on all.
-    """
-    on_all(comm, lambda: planning.check_slabs(specs, slabs))
-    used = {slab.dataset for slab in slabs}
-    specs = {name: spec for name, spec in specs.items() if exactly_once or name in used}
-    rank, ranks = rank_and_size(comm)
-    requests = _all_to_all(comm, planning.requests(specs, slabs, rank, ranks))
-    assigned = on_all(comm, lambda: planning.assign_all(requests, ranks, exactly_once=exactly_once))
-    tasks = planning.in_file_order(_all_to_all(comm, assigned))
-    remote = planning.by_turn(_all_to_all(comm, planning.remote_parts(tasks, rank, ranks)))
-    if exactly_once:
-        planned = {request.name: request.spec for request in requests}
-        specs = {name: spec for each in (comm.allgather(planned) if comm else [planned]) for name, spec in each.items()}
-    return Plan(rank, dict(sorted(specs.items())), tuple(slabs), tasks, remote)
 
 
 def to_owners(
@@ -319,8 +293,3 @@ def _end(window: list[_Messages], first: FirstError) -> None:
         messages.settle()
     if first.error:
         raise first.error
-
-
-def _all_to_all(comm: MPI.Intracomm | None, lists: list[list[T]]) -> list[T]:
-    """The items that all ranks have for this one, in their order; lists: this rank's items for each."""
-    return [one for told in (comm.alltoall(lists) if comm else lists) for one in told]

@@ -10,8 +10,8 @@ r"""Plan two-phase I/O: which rank writes or reads each block of a file, and whi
 2 the planner checks that all is held once, gives each block to an owner, and tells the owner   assign, assign_all
 3 the owner numbers its blocks 0, 1, 2 .. in the order of the file, and tells the holders       remote_parts
 
-Each step is a list for every rank; an all-to-all of them is all the communication. A block is written or read with one
-request by its owner. Reading is the same plan with "needs" for "holds", but there several or none may need an element.
+Each step is (rank, what it is to be told); agreement.py delivers it. A block is written or read with one request by its
+owner. Reading is the same plan with "needs" for "holds", but there several or none may need an element.
 
 Source: Thakur, Gropp, Lusk 1999, "Data sieving and collective I/O in ROMIO", section 4. There the owners' regions are
 even cuts of the file; here a block goes to who has it already, so that most of the bytes never travel.
@@ -127,20 +127,20 @@ def check_array(slab: Slab, array: np.ndarray, spec: DatasetSpec) -> None:
         )
 
 
-def requests(datasets: Mapping[str, DatasetSpec], slabs: Sequence[Slab], rank: int, ranks: int) -> list[list[Request]]:
-    """Make one rank's requests to each rank as a planner. A slab without elements is left out."""
+def requests(
+    datasets: Mapping[str, DatasetSpec], slabs: Sequence[Slab], rank: int, ranks: int
+) -> Iterator[tuple[int, Request]]:
+    """Make one rank's requests, each with the rank that is the planner. A slab without elements is left out."""
     parts: dict[str, list[Part]] = {name: [] for name in datasets}
     for number, slab in enumerate(slabs):
         if slab.elements:
             parts[slab.dataset].append(Part(rank, number, slab))
-    told: list[list[Request]] = [[] for _ in range(ranks)]
     for name, spec in datasets.items():
-        told[_key(name) % ranks].append(Request(name, spec, tuple(parts[name])))
-    return told
+        yield _key(name) % ranks, Request(name, spec, tuple(parts[name]))
 
 
-def assign_all(requests: Iterable[Request], ranks: int, *, exactly_once: bool) -> list[list[BlockTask]]:
-    """Assign all blocks of one planner's datasets; returns, for each rank, the blocks that it is to own.
+def assign_all(requests: Iterable[Request], *, exactly_once: bool) -> Iterator[tuple[int, BlockTask]]:
+    """Assign all blocks of one planner's datasets: the owner of each.
 
     requests: of all ranks to this planner. Raises CheckpointError if ranks disagree on a dataset, or do not hold every
     element once where they should.
@@ -151,13 +151,10 @@ def assign_all(requests: Iterable[Request], ranks: int, *, exactly_once: bool) -
         if before.spec != request.spec:
             raise CheckpointError(f"ranks disagree on {request.name}: {before.spec} and {request.spec}")
         merged[request.name] = replace(before, parts=before.parts + request.parts)
-    told: list[list[BlockTask]] = [[] for _ in range(ranks)]
     for name, request in merged.items():
         if exactly_once and (fault := uncovered(request.spec.shape, (part.box for part in request.parts))):
             raise CheckpointError(f"the slabs of all ranks do not make up {name} {request.spec.shape}: {fault}")
-        for owner, task in assign(request):
-            told[owner].append(task)
-    return told
+        yield from assign(request)
 
 
 def assign(request: Request) -> Iterator[tuple[int, BlockTask]]:
@@ -183,14 +180,12 @@ def in_file_order(tasks: Iterable[BlockTask]) -> tuple[BlockTask, ...]:
     return tuple(sorted(tasks, key=lambda task: (task.box.dataset, task.index)))
 
 
-def remote_parts(tasks: Iterable[BlockTask], rank: int, ranks: int) -> list[list[RemotePart]]:
+def remote_parts(tasks: Iterable[BlockTask], rank: int) -> Iterator[tuple[int, RemotePart]]:
     """Tell each other rank its parts of one owner's blocks."""
-    told: list[list[RemotePart]] = [[] for _ in range(ranks)]
     for turn, task in enumerate(tasks):
         for part in task.parts:
             if part.rank != rank:
-                told[part.rank].append(RemotePart(turn, rank, part.number, part.box))
-    return told
+                yield part.rank, RemotePart(turn, rank, part.number, part.box)
 
 
 def by_turn(parts: Iterable[RemotePart]) -> tuple[tuple[RemotePart, ...], ...]:

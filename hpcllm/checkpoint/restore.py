@@ -30,7 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcllm.checkpoint.exchange import from_owners, make_plan
+from hpcllm.checkpoint.agreement import make_plan
+from hpcllm.checkpoint.exchange import from_owners
 from hpcllm.checkpoint.layout import MASTER, MODEL, STORED_AS, TOKENIZER
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.slabs import Slab

@@ -27,7 +27,8 @@ import h5py
 import numpy as np
 
 from hpcllm.checkpoint import file_layout
-from hpcllm.checkpoint.exchange import FirstError, make_plan, to_owners
+from hpcllm.checkpoint.agreement import make_plan
+from hpcllm.checkpoint.exchange import FirstError, to_owners
 from hpcllm.checkpoint.header import Index, header_bytes
 from hpcllm.checkpoint.layout import Attribute, DatasetSpec, checksum, checksum_ranges
 from hpcllm.checkpoint.plan import Plan, check_array

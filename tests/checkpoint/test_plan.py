@@ -47,16 +47,19 @@ def scattered(partition, rng: np.random.Generator, specs: Specs, ranks: int) -> 
 
 
 def plan_all(holdings: Sequence[tuple[Specs, Sequence[Slab]]], *, exactly_once: bool) -> list[Plan]:
-    """The plans of all ranks from the specs and slabs of each: exchange.make_plan without its messages."""
+    """The plans of all ranks from the specs and slabs of each: agreement.make_plan without its messages."""
     ranks = len(holdings)
 
     def deliver(told: list) -> list[list]:
-        return [[one for each in told for one in each[rank]] for rank in range(ranks)]
+        found: list[list] = [[] for _ in range(ranks)]
+        for to, thing in (pair for each in told for pair in each):
+            found[to].append(thing)
+        return found
 
     requests = deliver([planning.requests(specs, slabs, rank, ranks) for rank, (specs, slabs) in enumerate(holdings)])
-    assigned = deliver([planning.assign_all(of_one, ranks, exactly_once=exactly_once) for of_one in requests])
+    assigned = deliver([planning.assign_all(of_one, exactly_once=exactly_once) for of_one in requests])
     tasks = [planning.in_file_order(of_one) for of_one in assigned]
-    sent = deliver([planning.remote_parts(tasks[rank], rank, ranks) for rank in range(ranks)])
+    sent = deliver([planning.remote_parts(tasks[rank], rank) for rank in range(ranks)])
     specs = {name: spec for each, _ in holdings for name, spec in sorted(each.items())}
     return [Plan(r, specs, tuple(holdings[r][1]), tasks[r], planning.by_turn(sent[r])) for r in range(ranks)]
 

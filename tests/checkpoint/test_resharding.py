@@ -153,12 +153,12 @@ def owners(specs: dict[str, DatasetSpec], held: list[dict], exactly_once: bool) 
     asked: list[list[plan.Request]] = [[] for _ in held]
     for rank, slabs in enumerate(held):
         used = {name: specs[name] for name in sorted({slab.dataset for slab in slabs})}
-        for planner, requests in enumerate(plan.requests(used, list(slabs), rank, ranks)):
-            asked[planner] += requests
+        for planner, request in plan.requests(used, list(slabs), rank, ranks):
+            asked[planner].append(request)
     told: list[list[plan.BlockTask]] = [[] for _ in held]
     for requests in asked:
-        for owner, task in enumerate(plan.assign_all(requests, ranks, exactly_once=exactly_once)):
-            told[owner] += task
+        for owner, task in plan.assign_all(requests, exactly_once=exactly_once):
+            told[owner].append(task)
     return [plan.in_file_order(task) for task in told]
 
 
