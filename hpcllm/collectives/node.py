@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from hpcllm.collectives import node_kernels as kernels
 from hpcllm.collectives.group import Group
+from hpcllm.collectives.row_sums import sum_rows
 from hpcllm.collectives.window import PAGE_BYTES, Window, allocate_window, find_window
 from hpcllm.mpi.wait import name_rank
 
@@ -73,7 +74,7 @@ class Node:
         """x (n,), n > 0, becomes its sum over the node."""
         if x.nbytes <= self.small_bytes:  # everyone reads everything, one meeting instead of two
             rows, to = self.bring(x, x, SUM), np.array([x.data_ptr()], dtype=np.uint64)
-            kernels.sum_rows(kernels.KINDS[x.dtype], rows, to, 0, x.numel())
+            sum_rows(kernels.KINDS[x.dtype], rows, to, 0, x.numel())
             return
         cuts = slices(x.numel(), self.ranks, self.ranks)
         own = self._own(x, cuts)
@@ -92,7 +93,7 @@ class Node:
         if task in REDUCING:
             rows = window.addresses + np.uint64(offset + int(cuts[self.rank]) * x.itemsize)
             to = rows if task in GATHERING else np.array([result], dtype=np.uint64)
-            kernels.sum_rows(kernels.KINDS[x.dtype], rows, to, 0, n)
+            sum_rows(kernels.KINDS[x.dtype], rows, to, 0, n)
         else:
             if own != result:
                 kernels.copy(result, own, n * x.itemsize)
@@ -108,7 +109,7 @@ class Node:
             return None
         rows = window.addresses + np.uint64(own - x.data_ptr() + offset)
         n = int(cuts[self.rank + 1] - cuts[self.rank])
-        kernels.sum_rows(kernels.KINDS[x.dtype], rows, rows[self.rank : self.rank + 1], 0, n)
+        sum_rows(kernels.KINDS[x.dtype], rows, rows[self.rank : self.rank + 1], 0, n)
         return window.addresses, offset
 
     def gather(self, x: torch.Tensor, cuts: NDArray[np.int64], rows: Rows | None) -> None:

@@ -1,11 +1,10 @@
-"""Kernels of the ranks of a node on each other's memory, at addresses: counters, copies, sums of rows, exchanges.
+"""Kernels of the ranks of a node on each other's memory, at addresses: counters, copies, exchanges. Sums: row_sums.py.
 
-    sources   row 0  [ a0 a1 a2 ... ]   block by block, in first-level cache:  fp32 block = row 0 + row 1 + ...
-              row 1  [ b0 b1 b2 ... ]
-    targets   row 0, row 1, ...         each = the block, rounded once
+    rank 0   post(ENTERED, 7)                            awaited(..., ENTERED, 7): all are at call 7, or who is not
+    rank 1        post(ENTERED, 7)                       compare: do all say the same of it?
+    rank 2                    post(ENTERED, 7)
 
-Memory is read once and written once whatever the number of rows. Counters are 64-bit atomics, stored with release and
-loaded with acquire order, which fence x86, Arm and POWER alike.
+Counters are 64-bit atomics, stored with release and loaded with acquire order, which fence x86, Arm and POWER alike.
 """
 
 from __future__ import annotations
@@ -19,21 +18,15 @@ from numba import carray, types
 from numba.core import cgutils
 from numpy.typing import NDArray
 
-from hpcllm.codecs.kernels import instruction, kernel, put_floats
+from hpcllm.codecs.kernels import instruction, kernel
+from hpcllm.collectives.row_sums import pointer, sum_rows
 
 CACHE_LINE_BYTES = 64
 LINE = ir.VectorType(ir.IntType(32), 16)
-BLOCK = 2048  # fp32 values: 8 KiB, a quarter of a first-level cache
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}  # bytes are moved, not added up
-FLOAT32, BFLOAT16 = 0, 1
 
 RANK_BYTES = 128  # for each rank: a cache line of counters, another of what it brought to this call and the last
 ENTERED, BETWEEN, LEFT, FILLED, REDUCED, COLLECTED, RELAYED = range(7)  # the counters; they only ever grow
-
-
-@instruction(types.voidptr, types.uint64)
-def _pointer(builder: Any, address: Any) -> Any:
-    return builder.inttoptr(address, cgutils.voidptr_t)
 
 
 @instruction(types.uint64, types.uint64)
@@ -88,7 +81,7 @@ def post(flags: int, rank: int, which: int, count: int) -> None:
 @kernel
 def enter(flags: int, rank: int, call: int, task: int, size_bytes: int, window: int, offset: int) -> None:
     """Say what this rank brings to a call. Words of two calls: nobody enters the next but one before all have read."""
-    words = carray(_pointer(np.uint64(flags + rank * RANK_BYTES + RANK_BYTES // 2 + call % 2 * 32)), 4, np.int64)
+    words = carray(pointer(np.uint64(flags + rank * RANK_BYTES + RANK_BYTES // 2 + call % 2 * 32)), 4, np.int64)
     words[0], words[1], words[2], words[3] = task, size_bytes, window, offset
     post(flags, rank, ENTERED, call)
 
@@ -96,7 +89,7 @@ def enter(flags: int, rank: int, call: int, task: int, size_bytes: int, window: 
 @kernel
 def brought(flags: int, rank: int, call: int, word: int) -> Any:
     """One of the four words that `rank` has brought to a call."""
-    words = carray(_pointer(np.uint64(flags + rank * RANK_BYTES + RANK_BYTES // 2 + call % 2 * 32)), 4, np.int64)
+    words = carray(pointer(np.uint64(flags + rank * RANK_BYTES + RANK_BYTES // 2 + call % 2 * 32)), 4, np.int64)
     return words[word]
 
 
@@ -149,33 +142,6 @@ def hand(target: int, source: int, size_bytes: int, far: bool) -> None:
         _stream_line(np.uint64(target + done), np.uint64(source + done))
     copy(target + end, source + end, size_bytes - end)
     _fence()
-
-
-# ---- sums
-
-
-@kernel
-def sum_rows(kind: int, sources: NDArray[np.uint64], targets: NDArray[np.uint64], offset: int, n: int) -> None:
-    """n values at each source address + offset bytes, added in order in fp32 -> every target address + offset."""
-    if kind == FLOAT32:
-        _sum_rows(np.float32, 4, sources, targets, offset, n)
-    elif kind == BFLOAT16:
-        _sum_rows(np.uint16, 2, sources, targets, offset, n)
-    else:
-        _sum_rows(np.int16, 2, sources, targets, offset, n)
-
-
-@kernel
-def _sum_rows(
-    dtype: Any, width: int, sources: NDArray[np.uint64], targets: NDArray[np.uint64], offset: int, n: int
-) -> None:
-    block = np.empty(BLOCK, dtype=np.float32)
-    for start in range(0, n, BLOCK):
-        count, at = min(BLOCK, n - start), np.uint64(offset + start * width)
-        for source in range(sources.size):
-            put_floats(carray(_pointer(sources[source] + at), count, dtype), source > 0, block[:count])
-        for target in range(targets.size):
-            put_floats(block, False, carray(_pointer(targets[target] + at), count, dtype))
 
 
 # ---- arrays of ordinary memory through a window of bounded size: reduce-scatter, all-gather or both

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from hpcllm.codecs.protocol import Codec
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.node import GATHER_CHUNKS, SUM_CHUNKS, Node, node_of
-from hpcllm.collectives.node_kernels import KINDS, copy, sum_rows
+from hpcllm.collectives.node_kernels import KINDS, copy
+from hpcllm.collectives.row_sums import sum_rows
 from hpcllm.mpi.partition import chunk_range
 
 

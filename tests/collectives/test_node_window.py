@@ -15,8 +15,9 @@ from hpcllm.codecs import find_codec
 from hpcllm.collectives import allreduce, group_of, node, shared_zeros
 from hpcllm.collectives.group import make_group
 from hpcllm.collectives.node import node_of, slices
-from hpcllm.collectives.node_kernels import KINDS, hand, sum_rows
+from hpcllm.collectives.node_kernels import KINDS, hand
 from hpcllm.collectives.node_window import node_window_allreduce
+from hpcllm.collectives.row_sums import sum_rows
 from hpcllm.collectives.window import free_shared
 from hpcllm.errors import StallError
 from hpcllm.mpi.wait import Waits
