@@ -15,15 +15,18 @@ With measured rates, by cost.py:
 
     candidates: algorithms that carry the codec and sum the dtype   ->   seconds of each   ->   least
     a codec:    the least with it against the least raw             ->   with it only if 5 % faster
+    a codec that was not measured                                   ->   raw: it may be slower than any link
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hpcllm.codecs.names import parse_name
 from hpcllm.collectives.cost import COSTS, cost_s, message_cost_s
 from hpcllm.collectives.tuning import VALUE_BITS, Coding, Rates, Shape, Tuning
+from hpcllm.config.policies import FEEDBACK
 
 IN_WINDOWS = ("allreduce", "reduce_scatter", "allgather")
 SUMS = ("allreduce", "reduce_scatter")
@@ -134,17 +137,19 @@ def _suits(operation: str, algorithm: str, codec: str, dtype: str, shape: Shape,
 
 
 def choose(operation: str, size_bytes: int, codec: str, dtype: str, shape: Shape, rates: Rates) -> Choice | None:
-    """The cheapest algorithm and codec for one call; None if the requested codec was not measured.
+    """The cheapest algorithm and codec for one call; None if not even raw was measured.
 
     size_bytes: as cost.py counts it. dtype: "float32", ...; for others, which are only moved, rates are float32's.
     """
     raw = find_coding("raw", dtype, rates) or find_coding("raw", "float32", rates)
-    coding = find_coding(codec, dtype, rates) if codec != "raw" else raw
-    if raw is None or coding is None:
+    if raw is None:
         return None
     plain_s, plain = _cheapest(operation, size_bytes, raw, "raw", dtype, shape, rates)
     if codec == "raw":
         return Choice(plain, codec, plain_s, "least time predicted")
+    coding = find_coding(codec, dtype, rates)
+    if coding is None:
+        return Choice(plain, "raw", plain_s, f"{codec} was not measured")
     coded_s, coded = _cheapest(operation, size_bytes, coding, codec, dtype, shape, rates)
     if plain_s < LEAST_GAIN * coded_s:
         return Choice(plain, "raw", plain_s, f"{codec} rejected: {_times(plain_s, coded_s)}")
@@ -154,14 +159,15 @@ def choose(operation: str, size_bytes: int, codec: str, dtype: str, shape: Shape
 def link_codec(name: str, n: int, same_node: bool, tuning: Tuning | None, dtype: str = "float32") -> str:
     """The codec to send n values with to one rank: `name`, or "raw" if the codec does not win by 5 %.
 
-    Without tuning, and for a codec that was not measured, `name`. Both ends find the same: it is arithmetic alone.
+    Without tuning, `name`; with it, a codec that was not measured is not used. Both ends find the same: it is
+    arithmetic alone.
     """
     if tuning is None or name == "raw":
         return name
     rates = tuning.rates
     raw, coding = find_coding("raw", dtype, rates), find_coding(name, dtype, rates)
     if raw is None or coding is None:
-        return name
+        return "raw"
     size_bytes = n * VALUE_BITS[dtype] // 8
     plain_s, coded_s = (message_cost_s(size_bytes, each, same_node, rates) for each in (raw, coding))
     return "raw" if plain_s < LEAST_GAIN * coded_s else name
@@ -170,6 +176,14 @@ def link_codec(name: str, n: int, same_node: bool, tuning: Tuning | None, dtype:
 def find_coding(codec: str, dtype: str, rates: Rates) -> Coding | None:
     """The measured rates of a codec; stochastic rounding counts as rounding to nearest if not measured."""
     return rates.codings.get((codec, dtype)) or rates.codings.get((codec.removesuffix(":sr"), dtype))
+
+
+def unmeasured(codecs: Iterable[str], rates: Rates) -> list[str]:
+    """Those of the codecs, each once, that no type of values has rates of: with these rates they are never used."""
+    known = {name for name, _ in rates.codings}
+    asked = dict.fromkeys(name.removesuffix(FEEDBACK) for name in codecs)
+    names = [str(parse_name(name)) for name in asked]
+    return [name for name in names if not known & {name, name.removesuffix(":sr")} and name != "raw"]
 
 
 def _cheapest(

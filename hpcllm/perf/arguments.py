@@ -118,9 +118,13 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
         "Measure links, codecs and the MPI library (a few seconds), write them to a file that [communication] tuning "
         "and --tuning read, then time what would be chosen beside all else."
     )
+    what = "a run file: measure the codecs that it asks for, too"
+    parser.add_argument("run", type=Path, nargs="?", metavar="RUN.toml", help=what)
+    what = "override a key, as for train"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=what)
     parser.add_argument("--output", type=Path, default=Path("tuning.toml"), metavar="FILE", help="default: tuning.toml")
-    what = f"requested in the table, beside raw (default: {TUNE_CODECS})"
-    parser.add_argument("--codecs", type=codec_names, default=TUNE_CODECS, metavar="LIST", help=what)
+    what = f"measured and requested in the table, beside raw (default: the run file's, else {TUNE_CODECS})"
+    parser.add_argument("--codecs", type=codec_names, metavar="LIST", help=what)
     read, what = partial(parse_sizes, value_bytes=4), f"of whole arrays, 1K:256M or a list (default: {TUNE_SIZES})"
     parser.add_argument("--sizes", type=read, default=TUNE_SIZES, metavar="A:B", help=what)
     of = names("operations", COSTS)

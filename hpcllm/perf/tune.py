@@ -1,5 +1,7 @@
 """`tune`: measure an allocation, write tuning.toml, and show what `auto` then chooses and whether it was right.
 
+    codecs: --codecs, those of a run file, or the usual ones
+        |
     measure links, codecs, library   -->   tuning.toml   -->   for each operation and size: the choice by formula,
                                                                beside every algorithm timed, in turns
 
@@ -22,8 +24,12 @@ from hpcllm.collectives import measure as measuring
 from hpcllm.collectives.group import Group, group_of
 from hpcllm.collectives.selection import candidates, choose
 from hpcllm.collectives.tuning import Tuning, to_text
+from hpcllm.config import schema as configs
+from hpcllm.config.policies import FEEDBACK
+from hpcllm.config.schema import DTYPES, traffic_codecs
 from hpcllm.errors import ConfigError, HpcllmError
 from hpcllm.mpi.collective_errors import on_root
+from hpcllm.perf.arguments import TUNE_CODECS, codec_names
 from hpcllm.perf.arrays import Arrays
 from hpcllm.perf.session import library_name
 from hpcllm.perf.timing import in_turns
@@ -61,9 +67,10 @@ class Row:
 def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
     """Measure, write, print; returns the exit code. Collective over comm. Raises ConfigError before any work."""
     on_root(comm, lambda: _check_output(arguments))
-    codecs = list(dict.fromkeys(["raw", *arguments.codecs]))
+    asked, dtypes = on_root(comm, lambda: _asked(arguments))
+    codecs = list(dict.fromkeys(["raw", *asked]))
     group = group_of(comm)
-    tuning = Tuning(measuring.measure(group, [*measuring.CODECS, *codecs]), _facts(group))
+    tuning = Tuning(measuring.measure(group, [*measuring.CODECS, *codecs], dtypes), _facts(group))
     on_root(comm, lambda: _write(arguments, to_text(tuning)))
     silent = comm.rank > 0 or is_json_alone(arguments)
     tell: Callable[[str], None] = (lambda _: None) if silent else lambda text: say([text], arguments.wide)
@@ -83,6 +90,16 @@ def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
     if arguments.json:
         on_root(comm, lambda: write_json(arguments, facts))
     return 0
+
+
+def _asked(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Codecs to show in the table, beside raw, and the types to measure all codecs in. Raises ConfigError."""
+    if arguments.run is None:
+        return list(arguments.codecs or codec_names(TUNE_CODECS)), list(measuring.DTYPES)
+    config = configs.load(arguments.run, arguments.overrides)
+    of_run = [name.removesuffix(FEEDBACK) for name in traffic_codecs(config.communication).values()]
+    shown = [*(arguments.codecs or ()), *codec_names(",".join(of_run))]
+    return shown, list(dict.fromkeys([*measuring.DTYPES, DTYPES[config.precision.compute]]))
 
 
 def _rows(arguments: argparse.Namespace, codecs: Sequence[str], tuning: Tuning, group: Group) -> Iterator[Row]:

@@ -13,6 +13,8 @@ from mpi4py import MPI
 
 import hpcllm
 from hpcllm.checkpoint.state import versions
+from hpcllm.collectives.selection import unmeasured
+from hpcllm.config.schema import traffic_codecs
 from hpcllm.data.store import epochs, epochs_note
 from hpcllm.model.shapes import parameter_count
 from hpcllm.system.device import device_facts
@@ -47,6 +49,11 @@ def start_lines(run: RunContext) -> list[str]:
         lines.append(
             f"warning: precision.compute = {compute!r}, but this CPU has no instructions for it: products of matrices "
             "take 8 to 40 times as long as with 'fp32'"
+        )
+    if run.tuning and (unknown := unmeasured(traffic_codecs(config.communication).values(), run.tuning.rates)):
+        lines.append(
+            f"warning: {config.communication.tuning} has no rates of {', '.join(unknown)}, so that travels raw; "
+            "measure with `python -m hpcllm.perf tune RUN.toml`"
         )
     if repeated := epochs_note(epochs(config, run.store)):
         lines.append(f"warning: {repeated}")

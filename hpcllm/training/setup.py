@@ -59,6 +59,7 @@ class RunContext:
     config: Config  # vocabulary and dp filled in
     mesh: Mesh
     tp: TensorParallel
+    tuning: Tuning | None  # rates by which `auto` decides
     store: TokenStore
     device_setup: DeviceSetup
     loader: Loader
@@ -153,6 +154,7 @@ def open_run(config: Config, comm: MPI.Intracomm) -> Iterator[RunContext]:
             config=config,
             mesh=mesh,
             tp=tp,
+            tuning=tuning,
             store=store,
             device_setup=device_setup,
             loader=_loader(config, mesh, store, device_setup.device),

@@ -28,8 +28,8 @@ def test_rows_are_added_in_order_and_rounded_once(dtype, rows, n):
         expected = expected + row.float()
     for targets in (list(range(rows)), [rows - 1]):  # all of them, as an allreduce; one of them, as a reduce-scatter
         x = values.clone()
-        size = x.element_size()
-        sum_rows(KINDS[dtype], addresses(x), addresses([x[row] for row in targets]), size, n)  # from the second value of each row
+        second = x.element_size()  # from the second value of each row on
+        sum_rows(KINDS[dtype], addresses(x), addresses([x[row] for row in targets]), second, n)
         for row in range(rows):
             want = values[row].clone()
             if row in targets:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from hpcllm.collectives.selection import (
     candidates,
     choose,
     link_codec,
+    unmeasured,
 )
 from hpcllm.collectives.tuning import VALUE_BITS, Shape, Tuning
 from hpcllm.mpi.wait import Waits
@@ -127,8 +129,23 @@ def test_what_the_library_cannot_count_is_not_asked_of_it():
         assert plan(operation, n, find_codec("raw"), group).algorithm != "native"
 
 
-def test_a_codec_that_was_not_measured_gets_no_choice():
-    assert choose("allreduce", 1 << 20, "mpc", "float32", TWO_NODES, made_up()) is None
+@pytest.mark.parametrize("operation", COSTS)
+@pytest.mark.parametrize("shape", [Shape(1), Shape(2), Shape(4, 4), TWO_NODES], ids=str)
+def test_a_codec_that_was_not_measured_is_never_used(operation, shape):
+    for size in (4, 1 << 16, 1 << 28):
+        choice = choose(operation, size, "mpc", "float32", shape, made_up(far_gb_s=0.001))
+        plain = choose(operation, size, "raw", "float32", shape, made_up(far_gb_s=0.001))
+        assert (choice.algorithm, choice.codec, choice.predicted_s) == (plain.algorithm, "raw", plain.predicted_s)
+        assert choice.why == "mpc was not measured"
+
+
+def test_codecs_without_rates_are_listed():
+    asked = ["raw", "int8:256+ef", "zfp:8", "mpc", "zfp:8", "int8:256:sr", "exp"]
+    assert unmeasured(asked, made_up()) == ["zfp:8", "mpc"]
+    assert choose("allreduce", 1 << 20, "raw", "float32", TWO_NODES, replace(made_up(), codings={})) is None
+
+
+def test_stochastic_rounding_has_the_rates_of_rounding_to_nearest():
     assert choose("allreduce", 1 << 20, "int8:256:sr", "float32", TWO_NODES, made_up()).codec == "int8:256:sr"
 
 
@@ -140,7 +157,8 @@ def test_a_link_of_the_pipeline_is_compressed_only_where_it_pays():
     assert link_codec("int8:256", 8, False, tuning) == "raw"  # latency, not bytes
     assert link_codec("raw", n, False, tuning) == "raw"
     assert link_codec("int8:256", n, True, None) == "int8:256"
-    assert link_codec("mpc", n, False, tuning) == "mpc"
+    assert link_codec("mpc", n, False, tuning) == "raw"
+    assert link_codec("mpc", n, False, None) == "mpc"
 
 
 @pytest.mark.parallel([1, 2, 3, 4])

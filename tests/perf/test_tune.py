@@ -72,6 +72,28 @@ def test_the_table_for_people(comm, shared_path, capsys):
         assert "of 2 choices within 10 % of the best measured" in lines[-1]
 
 
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        ((), ["int8:256", "exp"]),
+        (("--set", "communication.policy=mzhybrid"), ["zfp:8", "mpc"]),
+        (("--set", "communication.gradients=int4:sr+ef"), ["int4:128:sr", "exp"]),
+        (("--codecs", "bf16", "--set", "communication.policy=none"), ["bf16", "raw"]),
+    ],
+)
+def test_what_a_run_file_asks_for_is_measured(tmp_path, words, asked):
+    run_file = tmp_path / "run.toml"
+    run_file.write_text('[run]\nname = "r"\n[communication]\npolicy = "hpcllm"\n[precision]\ncompute = "fp16"\n')
+    codecs, dtypes = tune._asked(arguments(str(run_file), *words))
+    assert codecs == asked
+    assert dtypes == ["float32", "bfloat16", "float16"]
+
+
+def test_without_a_run_file_the_usual_codecs_are_measured():
+    assert tune._asked(arguments()) == (["int8:256", "exp"], ["float32", "bfloat16"])
+    assert tune._asked(arguments("--codecs", "int4,bf16"))[0] == ["int4:128", "bf16"]
+
+
 @pytest.mark.parallel([1, 2])
 def test_only_rates(comm, shared_path, capsys):
     assert tune.run(arguments("--output", str(shared_path / "t"), "--codecs", "bf16", "--rates-only"), comm) == 0
