@@ -50,9 +50,6 @@ TASKS = {
 REDUCING, GATHERING = (SUM, REDUCE, SUM_CHUNKS), (SUM, GATHER, GATHER_CHUNKS)
 
 
-Rows = tuple[NDArray[np.uint64], int]  # the ranks' parts of a window and the offset of x in each
-
-
 class Node:
     """The window through which the ranks of a group's node work, and how far their calls are."""
 
@@ -99,27 +96,6 @@ class Node:
                 kernels.copy(result, own, n * x.itemsize)
             self._collect(x, cuts, window.addresses, offset, task)
         self.meet(kernels.LEFT, task)
-
-    def reduce(self, x: torch.Tensor, cuts: NDArray[np.int64]) -> Rows | None:
-        """This rank's slice of x, of the (ranks + 1,) `cuts`, becomes its sum over the node. For gather: where x is."""
-        window, offset = self.enter(x, REDUCE)
-        own = self._own(x, cuts)
-        if window is None:
-            self.exchange(x, cuts, own, own, REDUCE)
-            return None
-        rows = window.addresses + np.uint64(own - x.data_ptr() + offset)
-        n = int(cuts[self.rank + 1] - cuts[self.rank])
-        sum_rows(kernels.KINDS[x.dtype], rows, rows[self.rank : self.rank + 1], 0, n)
-        return window.addresses, offset
-
-    def gather(self, x: torch.Tensor, cuts: NDArray[np.int64], rows: Rows | None) -> None:
-        """Copy the others' slices of x from their owners. Ends the call that reduce began."""
-        if rows is None:
-            own = self._own(x, cuts)
-            self.exchange(x, cuts, own, own, GATHER)
-            return
-        self._collect(x, cuts, *rows, GATHER)
-        self.meet(kernels.LEFT, GATHER)
 
     def _own(self, x: torch.Tensor, cuts: NDArray[np.int64]) -> int:
         """Address of this rank's slice of x."""
@@ -170,15 +146,22 @@ class Node:
         kernels.post(self.flags, self.rank, which, self.calls)
         self._await(which, task)
 
-    def exchange(self, x: torch.Tensor, cuts: NDArray[np.int64], own: int, result: int, task: int) -> None:
-        """Do what `run` does through the slots: x is in ordinary memory."""
+    def exchange(
+        self, x: torch.Tensor, cuts: NDArray[np.int64], own: int, result: int, task: int, piece: int = 0,
+        pieces: range = range(0),
+    ) -> None:  # fmt: skip
+        """Do what `run` does through the slots: x is in ordinary memory.
+
+        piece, pieces: length and numbers of the pieces of each slice that take part; not given: all there are.
+        """
         job = np.zeros(1, dtype=kernels.EXCHANGE)
-        piece = SLOT_BYTES // self.ranks // 64 * 64 // x.itemsize
-        segments = -(-int(np.diff(cuts).max()) // piece)
+        piece = piece or SLOT_BYTES // self.ranks // 64 * 64 // x.itemsize
+        pieces = pieces or range(-(-int(np.diff(cuts).max()) // piece))
+        segments, moved_bytes = len(pieces), min(x.nbytes, len(pieces) * piece * self.ranks * x.itemsize)
         job[0] = (
             self.flags, self.rank, self.ranks, kernels.KINDS[x.dtype], x.itemsize, x.data_ptr(), own, result,
-            piece, SLOT_BYTES, self.segments, segments, task in REDUCING, task in GATHERING, self._far(x.nbytes),
-            0, 0, 0,
+            piece, pieces.start, SLOT_BYTES, self.segments, segments, task in REDUCING, task in GATHERING,
+            self._far(moved_bytes), 0, 0, 0,
         )  # fmt: skip
         while job["collected"][0] < segments:
             self.group.wire.waits.until(lambda: self._advance(job, cuts), lambda: self._name_slowest(job, task))

@@ -162,7 +162,8 @@ EXCHANGE = np.dtype(
     [
         *((name, np.int64) for name in ("flags", "rank", "ranks", "kind", "width")),
         *((name, np.int64) for name in ("x", "own", "result")),  # addresses: whole array, own chunk's input and output
-        *((name, np.int64) for name in ("piece", "slot_bytes", "first", "segments")),  # values, bytes, number, count
+        *((name, np.int64) for name in ("piece", "begin")),  # values in one, number of the first
+        *((name, np.int64) for name in ("slot_bytes", "first", "segments")),  # bytes, number, count
         *((name, np.int64) for name in ("reduces", "gathers", "far")),
         *((name, np.int64) for name in ("filled", "reduced", "collected")),  # segments done so far
     ]
@@ -245,5 +246,5 @@ def _slot(e: Any, rows: NDArray[np.uint64], rank: int, segment: int) -> Any:
 @kernel
 def _piece(e: Any, cuts: NDArray[np.int64], owner: int, segment: int) -> tuple[int, int]:
     """First value in x of the owner's piece of a segment, and its length."""
-    start = min(cuts[owner] + segment * e.piece, cuts[owner + 1])
+    start = min(cuts[owner] + (e.begin + segment) * e.piece, cuts[owner + 1])
     return start, min(e.piece, cuts[owner + 1] - start)

@@ -31,6 +31,7 @@ from hpcllm.collectives import (
     broadcasts,
     bruck,
     doubling,
+    grid,
     library_calls,
     native,
     node_window,
@@ -50,6 +51,7 @@ ALGORITHMS: dict[str, dict[str, Callable[..., None]]] = {
     "allreduce": {
         "ring": ring.ring_allreduce,
         "two_step": two_step.two_step_allreduce,
+        "grid": grid.grid_allreduce,
         "recursive_doubling": doubling.recursive_doubling_allreduce,
         "rabenseifner": doubling.rabenseifner_allreduce,
         "node_window": node_window.node_window_allreduce,

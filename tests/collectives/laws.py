@@ -8,6 +8,7 @@ import torch
 from hpcllm.codecs import Codec, find_codec
 from hpcllm.codecs.catalogue import KINDS
 from hpcllm.collectives import group_of
+from hpcllm.collectives.strips import Grid
 from hpcllm.mpi.wait import Waits
 
 # where an array lies: in memory that the ranks of a node share, or not
@@ -56,6 +57,16 @@ def same_everywhere(x: torch.Tensor, comm) -> bool:
 def two_step_bound(addends: list[np.ndarray], codec: Codec, dtype: torch.dtype) -> np.ndarray:
     """Each addend is encoded once, their sum is rounded to dtype and encoded once more."""
     off = sum(codec_bound(codec, addend) for addend in addends)
+    return off + stored(addends, off, codec, dtype)
+
+
+def grid_bound(addends: list[np.ndarray], codec: Codec, dtype: torch.dtype) -> np.ndarray:
+    """Each addend is encoded once, each row's sum is rounded and encoded once, and so is the sum of all."""
+    off, grid = np.zeros_like(addends[0]), Grid(len(addends))
+    for number in range(grid.rows):
+        row = addends[slice(*grid.row(number))]
+        row_off = sum(codec_bound(codec, addend) for addend in row)
+        off = off + row_off + stored(row, row_off, codec, dtype)
     return off + stored(addends, off, codec, dtype)
 
 
