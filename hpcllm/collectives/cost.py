@@ -22,9 +22,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from hpcllm.collectives.strips import LEAST_VALUES, STREAM_VALUES, STREAMED, TURN_VALUES, Grid, takes_grid
 from hpcllm.collectives.tuning import Coding, Rates, Shape
 
 SEGMENT_BYTES = 1 << 20  # of values: what the algorithms encode and send at once
+STRIP_BYTES = 4 * TURN_VALUES
+LEAST_PART_BYTES = 4 * LEAST_VALUES  # what one owner adds up at least
+STREAM_BYTES = 4 * STREAM_VALUES
 MEASURED_WHOLE = ("native", "node_window")  # rates.library and rates.window have all that they do
 CACHED_BYTES = 4 << 20  # a rank's share of caches, about: rates are of pieces that fit
 
@@ -196,28 +200,50 @@ def _two_step_allreduce(size: float, coding: Coding, shape: Shape, rates: Rates)
 
 def _two_step_s(size: float, far_s: float, coding: Coding, shape: Shape, rates: Rates) -> float:
     """Seconds of all but the messages inside a node."""
-    work = _scattered_sum_s(size, coding, shape) + _encoded_s(size / shape.ranks, coding) + _placed_s(size, coding)
-    segments = _turns(size, shape, rates)
-    start = 2 * (_latency_s(shape, rates) + (shape.ranks - 1) * segments * rates.message_s)
-    return start + _overlapped(work, (0.0, far_s), segments)
+    work = _scattered_sum_s(size, coding, shape.ranks) + _encoded_s(size / shape.ranks, coding)
+    strips = _strips(size, shape.ranks, rates)
+    start = 2 * _latency_s(shape, rates) + _leg_messages(size, strips, shape.ranks) * rates.message_s
+    return start + _overlapped(work + _placed_s(size, coding), (0.0, far_s), strips)
+
+
+def _grid_allreduce(size: float, coding: Coding, shape: Shape, rates: Rates) -> float:
+    near_s, far_s = _spread(2 * size * (shape.ranks - 1) / shape.ranks / coding.ratio, shape, rates)
+    return near_s + _grid_s(size, far_s, coding, shape, rates)
+
+
+def _grid_s(size: float, far_s: float, coding: Coding, shape: Shape, rates: Rates) -> float:
+    """Seconds of all but the messages inside a node: two steps along a row, of their part two along a column."""
+    grid = Grid(shape.ranks)
+    part = size / grid.columns
+    work = _scattered_sum_s(size, coding, grid.columns) + _scattered_sum_s(part, coding, grid.rows)
+    work += _encoded_s(part / grid.rows, coding) + _placed_s(size, coding)
+    strips, row = _strips(size, 2 * grid.columns, rates), -(-shape.ranks // grid.rows)
+    messages = _leg_messages(size, strips, row) + _leg_messages(part, strips, grid.rows)
+    return 4 * _latency_s(shape, rates) + messages * rates.message_s + _overlapped(work, (0.0, far_s), strips)
+
+
+def _strips(size: float, owners: int, rates: Rates) -> float:
+    """Number of strips, in which each owner has a part, as strip_values has it."""
+    return _segments(size, min(rates.part_bytes * owners, STRIP_BYTES))
+
+
+def _leg_messages(size: float, strips: float, ranks: int) -> float:
+    """Addends and sums that the busiest rank sends: to the owners of parts, and as an owner of some to everybody."""
+    owners = max(1.0, min(float(ranks), size / strips / LEAST_PART_BYTES))
+    return strips * owners * (ranks - 1) / ranks + (ranks - 1) * max(1.0, strips * owners / ranks)
 
 
 def _two_step_reduce_scatter(size: float, coding: Coding, shape: Shape, rates: Rates) -> float:
     chunk, others = size / shape.ranks, shape.ranks - 1
     wire = _spread(others * chunk / coding.ratio, shape, rates)
-    segments = _turns(size, shape, rates)
+    segments = _strips(size, shape.ranks, rates)
     start = _latency_s(shape, rates) + others * segments * rates.message_s
-    return start + _overlapped(_scattered_sum_s(size, coding, shape), wire, segments)
+    return start + _overlapped(_scattered_sum_s(size, coding, shape.ranks), wire, segments)
 
 
-def _turns(size: float, shape: Shape, rates: Rates) -> float:
-    """Number of turns: in each a rank sends turn_bytes to all others, but no less than an eighth of that to each."""
-    return _segments(size / shape.ranks, rates.turn_bytes / min(shape.ranks - 1, 8))
-
-
-def _scattered_sum_s(size: float, coding: Coding, shape: Shape) -> float:
+def _scattered_sum_s(size: float, coding: Coding, ranks: int) -> float:
     """Encode what the others get, add up what comes."""
-    foreign = size * (shape.ranks - 1) / shape.ranks
+    foreign = size * (ranks - 1) / ranks
     return _encoded_s(foreign, coding) + _work_s(size, coding.add_gb_s)
 
 
@@ -250,13 +276,16 @@ def _in_window(copied_bytes: Callable[[float, int], float]) -> Formula:
 
 
 def _two_level(size: float, coding: Coding, shape: Shape, rates: Rates) -> float:
-    """The node's sum through its window, between the halves of which each lane takes two steps between nodes."""
+    """The node's sum through its window beside each lane's sum between nodes, strip by strip."""
     node, between = Shape(shape.node_ranks), Shape(shape.nodes, shape.nodes)
-    inside = _in_window(window_bytes)(size, coding, node, rates) if node.ranks > 1 else 0.0
     if shape.nodes == 1:
-        return inside
+        return _in_window(window_bytes)(size, coding, node, rates)
+    inside = rates.window.carry_s(window_bytes(size, node.ranks)) if node.ranks > 1 else 0.0
     crossing = 2 * size * (shape.nodes - 1) / shape.nodes / coding.ratio  # of all lanes together
-    return inside + _two_step_s(size / shape.lanes, rates.far.carry_s(crossing), coding, between, rates)
+    sum_s = _grid_s if takes_grid(shape.nodes) else _two_step_s
+    outside = sum_s(size / shape.lanes, rates.far.carry_s(crossing), coding, between, rates)
+    strips = max(1.0, min(float(STREAMED), size / shape.lanes / shape.nodes / STREAM_BYTES))
+    return rates.window.latency_s * strips * (node.ranks > 1) + max(inside, outside) + inside / strips
 
 
 def _bruck_allgather(size: float, coding: Coding, shape: Shape, rates: Rates) -> float:
@@ -318,6 +347,7 @@ COSTS: dict[str, dict[str, Formula]] = {
         "native": _native("allreduce"),
         "node_window": _in_window(window_bytes),
         "two_step": _two_step_allreduce,
+        "grid": _grid_allreduce,
         "two_level": _two_level,
         "recursive_doubling": _recursive_doubling,
         "rabenseifner": _rabenseifner,

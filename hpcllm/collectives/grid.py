@@ -7,7 +7,7 @@
     6  7  8    p0+ | p1+ | p2+    own part              down and up            came: p0++ p1++ p2++ everywhere
 
 Bytes sent by a rank: 2 (n - 1) / n of x through the codec, as in two_step; messages: 2 (rows + columns - 2) a strip,
-20 of 32 ranks in place of 62, 124 of 1024 in place of 2046. The grid is that of strips.py, for any number of ranks.
+28 of 64 ranks in place of 126, 124 of 1024 in place of 2046. The grid is that of strips.py, for any number of ranks.
 
 Error: a value is encoded three times at most, its addend, its row's sum and the whole sum:
     bound(addend) over all ranks  +  bound(row's sum) over all rows  +  bound(sum)
@@ -35,7 +35,7 @@ import torch
 from hpcllm.codecs.protocol import Codec
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.legs import LAG, Addends, Copies, Sums, Team, Work
-from hpcllm.collectives.strips import Grid, Split, split_strips, strip_values
+from hpcllm.collectives.strips import Grid, Split, grid_strip_values, split_strips
 
 DEPTH = 4 * LAG  # turns from the first addends of a strip to its last copy
 
@@ -52,7 +52,7 @@ def grid_turns(x: torch.Tensor, group: Group, codec: Codec, length: int = 0) -> 
     length: of strips; 0: strip_values. Collective over group. Raises StallError, CodecError.
     """
     grid = Grid(group.size)
-    row = _row(x, group, codec, grid, length or strip_values(x.numel(), grid.columns, codec.block, x.is_cpu))
+    row = _row(x, group, codec, grid, length or grid_strip_values(x.numel(), group.size, codec.block, x.is_cpu))
     if group.size == 1 or not row.strips:
         return
     column = cache(lambda place: _column(row, grid, place))  # made when asked for: a call takes no time for each rank

@@ -229,7 +229,8 @@ class Sums:
         codec, place = self.work.codec, self.work.team.place
         slot, index = self.slot(strip, place), self.work.index + self.work.parts.part(strip, place)[0]
         if fused:
-            return codec.sum_encode(total, place, own, slot, index)  # type: ignore[attr-defined]
+            data: torch.Tensor = codec.sum_encode(total, place, own, slot, index)  # type: ignore[attr-defined]
+            return data
         if codec.lossless and total.data_ptr() != own.data_ptr():
             total = own.copy_(total)
         return codec.encode(total, slot, index)
@@ -251,7 +252,7 @@ class Sums:
             self.arriving[place, strip] = self.work.receive(self.slot(strip, place), place, SUM)
 
     def slot(self, strip: int, place: int) -> torch.Tensor:
-        """Where the encoding of the sum of a place's part lies."""
+        """Return the place of the encoding of a part's sum."""
         part = self.work.part(strip, place)
         if isinstance(self.work.codec, Raw):
             return part.view(torch.uint8)  # straight to its place
@@ -294,7 +295,7 @@ class Copies:
                 column.codec.decode(column.used(self._slot(strip, place, owner), part.numel()), part)
 
     def _pieces(self, strip: int, place: int) -> list[torch.Tensor]:
-        """Where the messages from a place of my row land."""
+        """Return the places in which messages from a place of my row land."""
         column = self.column(place)
         if isinstance(column.codec, Raw):
             return [self.row.part(strip, place).view(torch.uint8)]

@@ -4,7 +4,8 @@ Without measured rates, by rule, so that every run sums in the same order; array
 
     one node,  raw    node_window; where waits have no limit, so that the library may block, native up to LIBRARY_BYTES
     more,      raw    fp32 up to 64 KiB native, then two_level where ranks share nodes, else by size per rank
-    a codec           two_level where ranks share nodes, else two_step
+    a codec           two_level where ranks share nodes, else two_step; of many ranks, and inside two_level of many
+                      nodes, grid (strips.takes_grid)
 
 Arrays on a device share no windows: by the lines for more nodes, however many there are, with the library only up to
 64 KiB: it adds up on the host and takes a whole array there at once, while ours copy parts as others are on the wire.
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 
 from hpcllm.codecs.names import parse_name
 from hpcllm.collectives.cost import COSTS, cost_s, message_cost_s
+from hpcllm.collectives.strips import takes_grid
 from hpcllm.collectives.tuning import VALUE_BITS, Coding, Rates, Shape, Tuning
 from hpcllm.config.policies import FEEDBACK
 
@@ -104,12 +106,13 @@ def _allreduce(x: Values, shape: Shape) -> str:
         return "native"
     if 1 < shape.nodes < shape.ranks and not (x.raw and x.small):
         return "two_level"
+    through_owners = "grid" if takes_grid(shape.ranks) else "two_step"
     if not x.raw:
-        return "two_step"
+        return through_owners
     if x.small:
         return "recursive_doubling"
     if not x.full:
-        return "two_step"
+        return through_owners
     return "ring" if x.size_bytes // shape.ranks >= LONG_CHUNK_BYTES else "rabenseifner"
 
 

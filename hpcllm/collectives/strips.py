@@ -31,9 +31,9 @@ DEVICE_SEGMENT_VALUES = 1 << 19  # to start a kernel takes a device as long as t
 TURN_VALUES = 1 << 22  # a strip at most, which bounds the scratch memory
 LEAST_VALUES = 1 << 12  # a part: 4 KiB as int8, which a fast link takes as long for as a core to start a message
 PIECE_VALUES = 32  # whole cache lines of any dtype: two ranks never write one
-STREAMED = 8  # strips: the sum and the gathering inside a node of one of them stand alone
+STREAMED = 8  # strips: an eighth of the work inside a node stands alone, and its ranks meet for each of them
 STREAM_VALUES = 1 << 15  # of a strip to each peer: a wire of 1 Gbit/s takes 1 ms for it, ranks 0.1 ms for a turn
-GRID_RANKS = 32  # from here a grid's fewer messages are worth its one more coding: 20 instead of 62
+GRID_RANKS = 64  # from here a grid's fewer messages are worth its one more coding: 28 a strip instead of 126
 
 
 def strip_values(n: int, owners: int, block: int, on_cpu: bool = True) -> int:
@@ -51,7 +51,7 @@ def lane_pieces(n: int, nodes: int, block: int, capacity: int) -> tuple[int, int
     unit = max(block, PIECE_VALUES)
     piece = whole_blocks(capacity, unit) if capacity >= unit else capacity
     owners = Grid(nodes).columns if takes_grid(nodes) else nodes
-    wanted = min(SEGMENT_VALUES * owners, TURN_VALUES, max(n // STREAMED, STREAM_VALUES * owners))
+    wanted = min(TURN_VALUES, max(n // STREAMED, STREAM_VALUES * owners))
     return piece, max(1, wanted // piece)
 
 
@@ -129,6 +129,11 @@ class Grid:
         """Return the most messages that a rank sends for a strip: 2 to all others of its row and of its column."""
         longest_row = -(-self.ranks // self.rows)
         return 2 * (longest_row - 1) + 2 * (self.rows - 1)
+
+
+def grid_strip_values(n: int, ranks: int, block: int, on_cpu: bool = True) -> int:
+    """Return the length of the strips of n values in a grid: parts of rows are twice as long, for messages are few."""
+    return strip_values(n, 2 * Grid(ranks).columns, block, on_cpu)
 
 
 def takes_grid(ranks: int) -> bool:

@@ -80,7 +80,7 @@ class Rates:
     message_s: float  # seconds to start one send and one receive
     copy_gb_s: float  # bytes copied by one rank, all of the node at work, in pieces that caches hold
     memory_gb_s: float  # bytes copied by one rank in pieces far larger than caches
-    turn_bytes: float = 1 << 20  # of values: what two_step sends to all others in a turn; on devices more
+    part_bytes: float = 1 << 19  # of values: what an owner adds up at once, see strips.py; on devices more
     codings: Mapping[tuple[str, str], Coding] = field(default_factory=dict)  # (codec, dtype): raw is one of them
     library: Mapping[str, Link] = field(default_factory=dict)  # operation: the MPI library's own, as one link
 

@@ -86,7 +86,8 @@ def _through_lanes(x: torch.Tensor, group: Group, codec: Codec) -> None:
     capacity = node.SLOT_BYTES // max(group.node_sizes) // x.itemsize
     piece, pieces = lane_pieces(longest, group.nodes, codec.block, capacity)
     stream = NodeStream(node.node_of(group), x, cuts, piece, pieces)
-    turns, depth = iter(()), _depth(group)
+    turns: Iterator[None] = iter(())
+    depth = _depth(group)
     if group.node.rank < group.lanes:
         start, end = cuts[group.node.rank : group.node.rank + 2]
         turns = _turns(x[start:end], peers_of(group), codec, piece * pieces)

@@ -147,7 +147,7 @@ class CommunicationConfig:
     exact: str = "norm,bias,embedding,positions"  # in a parameter's name: no lossy codec for it
     exact_steps: int = 20  # all traffic is exact in the first steps of a run
     algorithm: Literal[
-        "auto", "ring", "two_step", "recursive_doubling", "rabenseifner", "node_window", "two_level", "native"
+        "auto", "ring", "two_step", "grid", "recursive_doubling", "rabenseifner", "node_window", "two_level", "native"
     ] = "auto"  # of the gradient sum over dp
     bucket_mib: float = 16.0  # gradients are summed in pieces of about this size
     tuning: str = ""  # a file that `python -m hpcllm.perf tune` wrote; auto decides by it

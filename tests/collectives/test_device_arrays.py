@@ -75,11 +75,12 @@ def test_kernels_of_devices_in_messages(comm, codec):
 
 @pytest.mark.parallel([3])
 def test_several_segments_and_lanes(comm, monkeypatch):
-    from hpcllm.collectives import broadcasts, bruck, doubling, pairwise, ring, two_step
+    from hpcllm.collectives import broadcasts, bruck, doubling, pairwise, ring, strips
 
     laws.limited(comm)
-    monkeypatch.setattr(two_step, "SEGMENT_VALUES", 500)
-    monkeypatch.setattr(two_step, "DEVICE_SEGMENT_VALUES", 700)
+    for name in ("SEGMENT_VALUES", "DEVICE_SEGMENT_VALUES"):  # whose strip a value is in says who owns it
+        monkeypatch.setattr(strips, name, 500)
+    monkeypatch.setattr(strips, "LEAST_VALUES", 100)
     monkeypatch.setattr(ring, "LANE_BYTES", 1 << 14)
     monkeypatch.setattr(doubling, "DOUBLING_VALUES", 1 << 13)
     monkeypatch.setattr(doubling, "HALVING_VALUES", 1 << 13)

@@ -15,7 +15,7 @@ from device_laws import DEVICE, DOORS, cases
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hpcllm.collectives import ring, two_step
+from hpcllm.collectives import ring, strips
 from hpcllm.mpi import buffers
 from hpcllm.mpi.message_memory import DeviceMemory
 from hpcllm.mpi.wait import Waits
@@ -127,7 +127,8 @@ def watch(monkeypatch) -> Iterator[Watched]:
 @pytest.mark.parametrize("operation", DOORS)
 def test_no_message_meets_the_stream(comm, monkeypatch, watch, operation):
     laws.limited(comm)
-    monkeypatch.setattr(two_step, "DEVICE_SEGMENT_VALUES", 300)
+    monkeypatch.setattr(strips, "DEVICE_SEGMENT_VALUES", 300)
+    monkeypatch.setattr(strips, "LEAST_VALUES", 100)
     monkeypatch.setattr(ring, "LANE_BYTES", 1 << 11)
     for algorithm, codec, dtype in cases(operation):
         if dtype == torch.float16 or codec not in ("raw", "bf16"):
@@ -143,5 +144,5 @@ def test_no_message_meets_the_stream(comm, monkeypatch, watch, operation):
 def test_a_forgotten_wait_is_found(comm, monkeypatch, watch):
     monkeypatch.setattr(DeviceMemory, "before_send", lambda *_: None)
     with watch, pytest.raises(AssertionError, match=r"a send, .* too early"):
-        DOORS["allreduce"](torch.ones(1000, device=DEVICE), comm, "bf16", "two_step")
+        DOORS["allreduce"](torch.ones(10_000, device=DEVICE), comm, "bf16", "two_step")
     comm.Barrier()

@@ -8,6 +8,7 @@ import torch
 from mpi4py import MPI
 
 from hpcllm.codecs import find_codec
+from hpcllm.collectives import strips
 from hpcllm.collectives.feedback import ErrorFeedback
 from hpcllm.collectives.group import make_group
 from hpcllm.collectives.operations import allreduce
@@ -34,7 +35,10 @@ def groups(comm):
 
 @pytest.mark.parallel([1, 2, 3, 4, 5])
 @pytest.mark.parametrize("name", CODECS)
-def test_what_was_delivered_and_not_asked_for_is_known(comm, name):
+@pytest.mark.parametrize("through_grid", [False, True])
+def test_what_was_delivered_and_not_asked_for_is_known(comm, monkeypatch, name, through_grid):
+    monkeypatch.setattr(strips, "GRID_RANKS", 2 if through_grid else 100)
+    monkeypatch.setattr(strips, "LEAST_VALUES", 300)
     for group in groups(comm):
         for n in LENGTHS:
             feedback = ErrorFeedback(n, group, find_codec(name))

@@ -116,7 +116,7 @@ def test_by_rule_too_no_sum_is_rounded_at_every_hop(operation, dtype, codec, sha
             assert algorithm in COSTS[operation]
             assert algorithm not in (*ROUNDS_EACH_HOP, "native")
             if n > SMALL_BYTES:  # recursive doubling, which rounds log2(ranks) times, is for short ones
-                assert algorithm in ("two_step", "two_level", "node_window")
+                assert algorithm in ("two_step", "grid", "two_level", "node_window")
 
 
 def test_what_the_library_cannot_count_is_not_asked_of_it():

@@ -33,6 +33,7 @@ from functools import cached_property
 from hpcllm.codecs.names import parse_name
 from hpcllm.collectives.cost import cost_s, message_cost_s
 from hpcllm.collectives.selection import Values, by_rule, find_coding
+from hpcllm.collectives.strips import DEVICE_SEGMENT_VALUES
 from hpcllm.collectives.tuning import VALUE_BITS, Coding, Link, Rates, Shape, nominal_ratio
 from hpcllm.config.policies import codecs_of
 from hpcllm.config.schema import DTYPES
@@ -54,7 +55,6 @@ NEIGHBOURS = ("ring", "native")  # algorithms that send to the next rank only
 CALL_S, SETUP_S, MESSAGE_S = 5e-6, 20e-6, 1e-6
 PART_OF_BANDWIDTH = {"raw": 0.8, "exp": 0.2, "mpc": 0.2, "zfp": 0.1}
 PART_OF_BLOCKS = 0.5
-TURN_VALUES = 1 << 22  # values of a turn of two_step on a device: collectives/two_step.py, which imports torch
 
 
 Traffic = tuple[str, str, float] | tuple[Way, float]  # axis and operation of a collective, path of a message; bytes
@@ -105,7 +105,7 @@ class Network:
         algorithm, coding, dtype = self._chosen(axis, operation, size_bytes)
         rates = _rates(machine, group, in_a_row=algorithm in NEIGHBOURS)
         if machine.device.family != "cpu":
-            rates = replace(rates, turn_bytes=TURN_VALUES * VALUE_BITS[dtype] // 8)
+            rates = replace(rates, part_bytes=DEVICE_SEGMENT_VALUES * VALUE_BITS[dtype] // 8)
         return cost_s(operation, algorithm, size_bytes, coding, Shape(group.ranks, group.nodes, group.least), rates)
 
     def _chosen(self, axis: str, operation: str, size_bytes: float) -> tuple[str, Coding, str]:

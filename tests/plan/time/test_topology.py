@@ -7,10 +7,8 @@ from collections import Counter
 
 import pytest
 
-from hpcllm.collectives import two_step
 from hpcllm.plan.layouts import Layout
 from hpcllm.plan.machine import read_machine
-from hpcllm.plan.time import network
 from hpcllm.plan.time.topology import DETOUR, neighbours_share, scattered_share, spread, stride, way
 
 AXES = ("tp", "dp", "pp")
@@ -77,7 +75,3 @@ def test_switches_carry_neighbours_and_not_everybody():
     for few, many in itertools.pairwise((128, 256, 512, 9856)):
         assert scattered_share(fabric, many) <= scattered_share(fabric, few)
     assert scattered_share(fabric, 9856) == pytest.approx(0.57, abs=0.02)
-
-
-def test_turns_of_two_step_on_a_device_are_those_of_the_collective():
-    assert network.TURN_VALUES == two_step.TURN_VALUES == 8 * two_step.DEVICE_SEGMENT_VALUES
