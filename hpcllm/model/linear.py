@@ -51,10 +51,14 @@ class DeferredGradients:
         self._entries.reverse()
         while self._entries:
             (weight, bias), x, gradient = self._entries.pop()
-            add_product(_grad(weight), gradient.t(), x)
+            if weight.grad is None:
+                weight.grad = gradient.t() @ x
+            else:
+                weight.grad.addmm_(gradient.t(), x)
             added(weight)
             if bias is not None:
-                _grad(bias).add_(gradient.sum(0))
+                of_bias = gradient.sum(0)
+                bias.grad = of_bias if bias.grad is None else bias.grad.add_(of_bias)
                 added(bias)
 
 
@@ -195,12 +199,6 @@ def _weight_gradients(ctx: Any, x: Tensor, gradients: Sequence[Tensor]) -> list[
 def _flat(x: Tensor) -> Tensor:
     """Reshape to (tokens, channels), detached: else what is noted would keep the graph that made it."""
     return x.detach().reshape(-1, x.shape[-1])
-
-
-def _grad(parameter: Tensor) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -5,13 +5,14 @@
     bucket 1                          [ w1 ]--sum over dp-->
     bucket 2                  [ n2              n1      e0 ]--sum over dp-->       e, n: exact
 
-Whole gradients (GradientBuckets): every microbatch is added to flat float32 arrays: by autograd itself where parameters
-are float32 too, their .grad being views of the arrays; else by the hook that autograd calls, or that a W of the
-schedule calls later. The schedule says how many additions a step makes, so the last one is known whatever its order; a
-bucket that is complete goes to the worker thread, in bucket order, so that all replicas sum the same bucket at the same
-time. An embedding that two ranks share comes last: it is summed over the replicas, then over the two ends of the
-pipeline. Replicas that shard the states of the optimizer (ZeRO-1, arXiv:1910.02054 section 5) reduce-scatter: each gets
-the sum of its own range of a bucket, in the place of its own addends.
+Whole gradients (GradientBuckets): every microbatch is added to flat float32 arrays: the first by the hook that autograd
+calls, or that a W of the schedule calls later; the others by autograd itself where parameters are float32 too, their
+.grad being views of the arrays by then. The schedule says how many additions a step makes, so the last one is known
+whatever its order; a bucket that is complete goes to the worker thread, in bucket order, so that all replicas sum the
+same bucket at the same time. An embedding that two ranks share comes last: it is summed over the replicas, then over
+the two ends of the pipeline. Replicas that shard the states of the optimizer (ZeRO-1, arXiv:1910.02054 section 5)
+reduce-scatter: each gets the sum of its own range of a bucket, in the place of its own addends. Late sums
+(shard_spec.py) come the same way; the ranges of the others are gathered once all ranks know the norm (weights.py).
 
 A share only (ShardedGradients, ZeRO-2): each microbatch's gradients are reduce-scattered.
 
@@ -61,7 +62,8 @@ class Gradients(ABC):
         self.shares, self.worker = shares, worker
         self._counted = [share for share, spec in zip(shares, specs, strict=True) if spec.counts]
         self._step = EXACT_STEP
-        longest = max((spec.owned for spec in specs if spec.sharded), default=0)
+        parts = [spec.summed for spec in specs if spec.sharded or spec.late]
+        longest = max((end - start for start, end in parts), default=0)
         self._scratch = next(iter(parameters.values())).new_empty(longest, dtype=torch.float32)  # the worker's
         for parameter in parameters.values():
             parameter.register_post_accumulate_grad_hook(self.added)  # type: ignore[no-untyped-call]
@@ -100,6 +102,12 @@ class Bucket:
     def share(self) -> Tensor:
         return self.gradients[self.spec.start : self.spec.end]
 
+    @property
+    def summed(self) -> Tensor:
+        """The part that holds the sum when a step's passes are over."""
+        start, end = self.spec.summed
+        return self.gradients[start:end]
+
 
 class GradientBuckets(Gradients):
     """The gradients of one rank's parameters, whole, and their sums."""
@@ -115,6 +123,7 @@ class GradientBuckets(Gradients):
         self.buckets = [Bucket(spec, memory(spec.buffer.size)) for spec in specs]
         self._next = 0
         self._home: dict[Tensor, tuple[Bucket, Tensor]] = {}  # by parameter: and its view, float32
+        self._begun: set[Tensor] = set()  # parameters whose view has something of this step
         for bucket in self.buckets:
             for name, view in zip(bucket.spec.buffer.names, bucket.spec.views(bucket.gradients), strict=True):
                 parameter = parameters[name]
@@ -122,18 +131,21 @@ class GradientBuckets(Gradients):
                 if parameter.dtype == torch.float32:
                     parameter.grad = view.view(parameter.shape)
         super().__init__([bucket.share for bucket in self.buckets], specs, parameters, worker)
+        self._counted = [bucket.summed for bucket in self.buckets if bucket.spec.counts]
 
     def begin(self, step: int, exact: bool) -> None:
+        """Begin a new step. Arrays are not touched yet: late sums of the step before may still arrive in them."""
         self._next, self._step = 0, ReduceStep(step, exact)
-        torch._foreach_zero_([bucket.gradients for bucket in self.buckets])
-        for bucket in self.buckets:
+        self._begun.clear()
+        for parameter, (bucket, _) in self._home.items():
+            parameter.grad = None
             bucket.missing = bucket.spec.additions
 
     def added(self, parameter: Tensor) -> None:
         """Submit the buckets that this gradient completes, in order."""
         bucket, view = self._home[parameter]
-        if parameter.dtype != torch.float32:
-            view.add_(_take_gradient(parameter))
+        if parameter.grad is not view:
+            self._move(parameter, view)
         bucket.missing -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             bucket = self.buckets[self._next]
@@ -141,18 +153,38 @@ class GradientBuckets(Gradients):
             if bucket.spec.sharded or not bucket.spec.reduce.is_alone:
                 self.worker.submit(partial(self._sum, bucket))
 
+    def _move(self, parameter: Tensor, view: Tensor) -> None:
+        """Take the .grad of a parameter into its view; of float32, autograd adds what comes later to that itself.
+
+        To copy the first is three passes over memory; zeros that autograd adds it to would be five.
+        """
+        gradient = _take_gradient(parameter)
+        if parameter in self._begun:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            self._begun.add(parameter)
+        if parameter.dtype == torch.float32:
+            parameter.grad = view
+
     def finish(self) -> None:
         assert not any(bucket.missing for bucket in self.buckets), WRONG_COUNT
         self.worker.finish()
 
     def _sum(self, bucket: Bucket) -> None:
         reduce = bucket.spec.reduce
-        if not bucket.spec.sharded:
+        if not (bucket.spec.sharded or bucket.spec.late):
             reduce.allreduce(bucket.gradients, reduce.groups, self._step)
             return
-        total = self._scratch[: bucket.spec.owned]
+        total = self._scratch[: bucket.summed.numel()]
         reduce.reduce_scatter(bucket.gradients, total, self._step)
-        reduce.allreduce(bucket.share.copy_(total), reduce.others, self._step)
+        reduce.allreduce(bucket.summed.copy_(total), reduce.others, self._step)
+
+    def gather(self, number: int) -> Future[None]:
+        """Start to bring in what the other replicas have summed of bucket `number`, late. Collective over them."""
+        bucket = self.buckets[number]
+        job = partial(bucket.spec.reduce.gather, bucket.gradients, bucket.summed, self._step)
+        return self.worker.submit(job)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
     allreduce        replicas (dp) -- codec, algorithm --> sum ; then over the others in turn
     reduce_scatter   replicas --> this rank's share of the sum ; then that share is allreduced over the others
+    gather           replicas --> all shares of the sum, behind the next forward pass where sums are late
     others           tp, for parameters of which each tp rank saw a part of the sequence; both ends of the pipeline, for
                      a tied embedding
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from hpcllm.codecs import Codec, find_codec
 from hpcllm.codecs.names import parse_name
-from hpcllm.collectives import Group, allreduce, reduce_scatter
+from hpcllm.collectives import Group, allgather, allreduce, reduce_scatter
 from hpcllm.collectives.feedback import ErrorFeedback
 from hpcllm.config.policies import FEEDBACK
 
@@ -82,6 +83,15 @@ class GradientReduce:
             codec.reduce_scatter(x, share)
         else:
             reduce_scatter(x, self.replicas, codec, self.algorithm, share)
+
+    def gather(self, x: torch.Tensor, share: torch.Tensor, step: ReduceStep) -> None:
+        """x (n,) float32 <- each replica's share, through the codec the owner's too. Collective over replicas.
+
+        share: this replica's, in its place of x. Its random numbers are those of a part of its own. As it is it goes
+        by a ring: the library's all-gather would only move on when it is polled, and is not counted.
+        """
+        codec = self._codec(self.replicas, share, dataclasses.replace(step, part=1))
+        allgather(share, self.replicas, codec, "ring" if codec == "raw" else "auto", out=x)
 
     def residuals(self, n: int, share: int | None) -> dict[str, torch.Tensor]:
         """Residuals of error feedback between two steps, by what each belongs to; none without feedback.

@@ -39,7 +39,7 @@ from hpcllm.optim.adamw import Share, make_share
 from hpcllm.optim.buckets import GradientBuckets, Gradients, ShardedGradients
 from hpcllm.optim.flat_buffers import Piece
 from hpcllm.optim.shard_spec import Fill, Groups, ShardSpec, make_shard_specs
-from hpcllm.optim.weights import GatheredWeights, Weights, Zero3Weights
+from hpcllm.optim.weights import GatheredWeights, LateWeights, Weights, Zero3Weights
 
 KINDS = ("gradients", "parameters")  # of traffic
 
@@ -57,12 +57,16 @@ class Optimizer:
     def update(self, learning_rate: float, factor: float) -> None:
         """Make an AdamW step with the gradients times `factor`; then gather the replicas' shares, in the background.
 
-        Collective over the replicas.
+        Where sums are late they are gathered first, and an update is made when its weights are used. Collective over
+        the replicas.
         """
         self.updates += 1
         for number, share in reversed(list(enumerate(self.shares))):  # the next forward pass wants the last one first
-            share.update(learning_rate, 1 / factor)
-            self.weights.refresh(number, share.master)
+            self.weights.update(number, partial(self._update, number, share, learning_rate, 1 / factor))
+
+    def _update(self, number: int, share: Share, learning_rate: float, divisor: float) -> None:
+        share.update(learning_rate, divisor)
+        self.weights.refresh(number, share.master)
 
     def settle(self) -> None:
         """Return when all weights that this rank holds are up to date."""
@@ -144,10 +148,12 @@ def make_optimization(
     gradients: Gradients
     if shard in ("none", "states"):
         memory = partial(_zeros, dtype=torch.float32, group=groups.replicas, device=device)
-        gradients = GradientBuckets(specs, parameters, worker, memory)
+        gradients = buckets = GradientBuckets(specs, parameters, worker, memory)
     else:
         gradients = ShardedGradients(specs, parameters, worker)
-    if gathering is None:
+    if gathering is None and any(spec.late for spec in specs):
+        weights: Weights = LateWeights(specs, parameters, fill, buckets.gather, worker)
+    elif gathering is None:
         weights = Weights(specs, parameters, fill)
     elif shard == "all":
         weights = Zero3Weights(specs, parameters, fill, codec, gathering, worker)

@@ -4,6 +4,12 @@
     else               dp = 3:  [ replica 0 | replica 1 | replica 2 ]
 
 Both the gradients and the weights of the buffer's parameters are cut like this.
+
+Where each replica is alone on its node, a sum over the network is as two halves, and only the first must be over before
+all ranks agree on the norm of the gradients; the second travels while the next forward pass computes:
+
+    backward pass          | agree | next forward pass                       replicas own all of it, but meanwhile
+       reduce-scatter ---->           all-gather of the sums ---->           each has the sum of its own range alone
 """
 
 from __future__ import annotations
@@ -15,13 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from hpcllm.collectives import Group, chunk_range
-from hpcllm.config.policies import is_exact
+from hpcllm.collectives.worker import can_thread
+from hpcllm.config.policies import FEEDBACK, is_exact
 from hpcllm.config.schema import Config, traffic_codecs
 from hpcllm.model.shapes import split_dim, unit_of
 from hpcllm.model.tensor_parallel import ALONE, TensorParallel, has_partial_gradient
 from hpcllm.optim.flat_buffers import FlatBuffer, Traits, lay_out
 from hpcllm.optim.gradient_reduce import GradientReduce
 
+MOST_LATE = 64  # replicas: chunks of more are so short that latency decides, and `auto` has other sums for those
 Fill = Callable[[str, Tensor], None]  # writes the first values of a parameter, by its name, to memory of its shape
 
 
@@ -45,11 +53,18 @@ class ShardSpec:
     reduce: GradientReduce
     counts: bool  # in the norm; else another rank has the same gradients and counts them
     additions: int  # made to the gradients in a step, of all parameters together
+    late: bool = False  # the sum comes in two halves, see above
 
     @property
     def owned(self) -> int:
         """Number of values that this rank owns."""
         return self.end - self.start
+
+    @property
+    def summed(self) -> tuple[int, int]:
+        """First value and end of the range that this rank has the sum of when a step's passes are over."""
+        replicas = self.reduce.replicas
+        return chunk_range(self.buffer.size, replicas.size, replicas.rank) if self.late else (self.start, self.end)
 
     def residuals(self) -> dict[str, Tensor]:
         """Residuals of error feedback of this buffer's sums, by what each belongs to: the memory itself."""
@@ -91,6 +106,7 @@ def make_shard_specs(
         return Traits(is_exact(name, communication.exact), whole, has_partial_gradient(name, tp), name == shared, unit)
 
     sizes = {name: p.numel() for name, p in parameters.items()}
+    late = _sums_late(config, codec, groups.replicas)
     specs = []
     for number, buffer in enumerate(lay_out(sizes, traits, communication.bucket_mib * 2**20 / 4)):
         kind, replicas, sharded = buffer.traits, groups.replicas, config.optimizer.shard != "none"
@@ -98,8 +114,18 @@ def make_shard_specs(
         name, key = "raw" if kind.exact else codec, (config.run.seed, number)
         reduce = GradientReduce(replicas, others, name, communication.algorithm, key, device)
         start, end = chunk_range(buffer.size, replicas.size, replicas.rank) if sharded else (0, buffer.size)
-        is_first = (sharded or replicas.rank == 0) and (tp.rank == 0 or not kind.whole)
+        is_first = (sharded or late or replicas.rank == 0) and (tp.rank == 0 or not kind.whole)
         counts = is_first and (groups.ends.rank == 0 or not kind.shared)
         added = sum(additions[name] for name in buffer.names)
-        specs.append(ShardSpec(buffer, sharded, start, end, reduce, counts, added))
+        specs.append(ShardSpec(buffer, sharded, start, end, reduce, counts, added, late))
     return specs
+
+
+def _sums_late(config: Config, codec: str, replicas: Group) -> bool:
+    """True if sums come in two halves: between nodes alone, for inside one a sum is one pass over shared memory.
+
+    Not with error feedback, which knows what the whole sum has lost, nor with an algorithm of the user's.
+    """
+    if config.optimizer.shard != "none" or config.communication.algorithm != "auto" or codec.endswith(FEEDBACK):
+        return False
+    return 1 < replicas.nodes == replicas.size <= MOST_LATE and can_thread()

@@ -1,5 +1,11 @@
 """Weights of the replicas: whole, gathered after each update (ZeRO-1, ZeRO-2), or while they are used (ZeRO-3).
 
+Every replica has them whole and updates all of them: at once, or where sums are late (shard_spec.py) each buffer when
+the next forward pass comes to it, and the wire carries the sums of the next buffer meanwhile:
+
+    wire       [ sums of e ][ sums of b0, b1 ][ sums of b2, b3 ]
+    forward                 update, e         update, b0, b1    update, b2, b3, head
+
 Every replica has them whole, and updates its share of each buffer:
 
     update     each owner: own range            behind the next forward pass, in its order:
@@ -63,6 +69,10 @@ class Weights(UnshardHooks):
         """Memory of a range of buffer `number` that this rank owns."""
         return self.parameters[part.name].detach().view(-1)[part.start : part.end]
 
+    def update(self, number: int, change: Callable[[], None]) -> None:  # noqa: ARG002
+        """Call `change`, which updates what this rank owns of buffer `number`, before that is used again."""
+        change()
+
     def refresh(self, number: int, master: Tensor | None) -> None:
         """Make use of an update of what this rank owns, in master (owned,) float32, or in place if that is None."""
         if master is not None:
@@ -75,6 +85,44 @@ class Weights(UnshardHooks):
 
     def restored(self) -> None:
         """Make use of owned values that were read from a file. Collective over the replicas."""
+
+
+class LateWeights(Weights):
+    """Weights that each replica updates itself, each buffer once its sums have been gathered and its work begins."""
+
+    def __init__(
+        self,
+        specs: Sequence[ShardSpec],
+        parameters: Mapping[str, nn.Parameter],
+        fill: Fill,
+        gather: Callable[[int], Future[None]],
+        worker: Worker,
+    ) -> None:
+        """gather: starts to gather the sums of a buffer (GradientBuckets.gather)."""
+        super().__init__(specs, parameters, fill)
+        self._gather, self.worker = gather, worker
+        self._numbers: dict[str, list[int]] = {}  # by unit: buffers that it has parameters in
+        for number, spec in enumerate(specs):
+            for unit in {unit_of(name) for name in spec.buffer.names}:
+                self._numbers.setdefault(unit, []).append(number)
+        self._late: dict[int, tuple[Future[None], Callable[[], None]]] = {}  # by buffer, in the order of their gathers
+
+    def update(self, number: int, change: Callable[[], None]) -> None:
+        self._late[number] = self._gather(number), change
+
+    def settle(self) -> None:
+        for number in list(self._late):
+            self._finish(number)
+
+    def before_unit(self, unit: str, x: Tensor) -> Tensor:
+        for number in [number for number in self._late if number in self._numbers[unit]]:
+            self._finish(number)
+        return x
+
+    def _finish(self, number: int) -> None:
+        future, change = self._late.pop(number)
+        self.worker.wait(future)
+        change()
 
 
 class GatheredWeights(Weights):
