@@ -93,6 +93,11 @@ class Background:
         return sum(_room(copy) for copy in self._copies.values())
 
     @property
+    def is_writing(self) -> bool:
+        """True if a write has begun and `finish` has not been called since."""
+        return self._underway is not None
+
+    @property
     def is_done(self) -> bool:
         """True if this rank has nothing left to do for the write under way. Raises an error of this rank alone."""
         if not self._underway or not self._underway.result.done():

@@ -66,8 +66,7 @@ def train(
                 local = forward_backward(run, step, position)
             spent = accounting.end_passes(local.input_s)
             agreed = agree(run, local, listener.poll(), traffic.since_last(), saving.is_done, spent)
-            if agreed.is_written:
-                saving.finish()
+            saving.finish_if(agreed.is_written)
             accounting.timer.end("other")
             if not (math.isfinite(agreed.loss) and update(run, agreed.gradient_norm, rate)):
                 saving.finish()  # it is older than this step, and worth having
@@ -78,6 +77,7 @@ def train(
             job_waits.patience = 1.0  # kernels are compiled by now
             pace.add(step_s, agreed.traffic)
             listener.agreed(requests, step, step_s)
+            saving.stepped(step_s)
 
             # between two steps
             is_last = requests.stop or step == config.run.steps

@@ -26,6 +26,7 @@ from hpcllm.data.loader import samples_hash
 from hpcllm.errors import CheckpointError, HpcllmError
 from hpcllm.system.job import StopSignals
 from hpcllm.training import loop as train_module
+from hpcllm.training import saving
 from hpcllm.training.summary import Summary
 
 STEPS = 8
@@ -132,6 +133,28 @@ def test_a_run_that_was_cut_off_ends_with_the_bits_of_one_that_was_not(comm, sha
     parallel_assert(records(config, "loss") == losses)
     parallel_assert(records(config, "samples") == samples)
     parallel_assert(contents(config) == files)
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_where_the_loop_is_cheaper_all_ranks_write_there_and_write_the_same(comm, shared_path, monkeypatch, capsys):
+    """Rank 0 alone has measured it."""
+    few = {"mesh": {"dp": comm.size}, "checkpoint": {"every_steps": 1, "keep": 99}}
+    behind = run_config(shared_path, "behind", **few)
+    run(behind, comm)
+
+    def cheaper(self, _waited_s: float, took_s: float, in_loop: bool) -> None:
+        self.behind_s.append(9.0)
+        self.loop_s = took_s if in_loop else None
+        self.wants_loop = comm.rank == 0 and len(self.behind_s) > 2
+
+    monkeypatch.setattr(saving.WriteCost, "wrote", cheaper)
+    in_loop = run_config(shared_path, "in_loop", **few)
+    capsys.readouterr()
+    run(in_loop, comm)
+    said = capsys.readouterr().out
+    assert (" in the loop from here on: the last took " in said.replace("\n", " ")) == (comm.rank == 0)
+    assert contents(in_loop) == contents(behind)
+    parallel_assert(sorted(contents(in_loop)) == list(range(1, STEPS + 1)))
 
 
 @pytest.mark.parallel([1, 2, 3])
