@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from hpcllm.collectives import node_kernels as kernels
 from hpcllm.collectives.node import GATHER, REDUCE, Node
+from hpcllm.collectives.row_sums import sum_rows
 
 
 class NodeStream:
@@ -37,7 +38,7 @@ class NodeStream:
         start, end = self._range(self.node.rank, strip)
         rows = self.window.addresses + np.uint64(self.offset + start)
         n = (end - start) // self.x.itemsize
-        kernels.sum_rows(kernels.KINDS[self.x.dtype], rows, rows[self.node.rank : self.node.rank + 1], 0, n)
+        sum_rows(kernels.KINDS[self.x.dtype], rows, rows[self.node.rank : self.node.rank + 1], 0, n)
 
     def gather(self, strip: int) -> None:
         if self.window is None:
