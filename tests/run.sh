@@ -142,6 +142,11 @@ if [ -n "$coverage" ]; then
     python -m coverage report --sort=cover >"$logs/covered"
     echo "the least covered files, and the share of all lines:"
     sed -n '1,30p;$p' "$logs/covered"
+    echo "the share of each folder:"
+    for folder in hpcllm/*/; do
+        ! compgen -G "$folder*.py" >/dev/null ||
+            printf '    %-16s %3s %%\n' "$(basename "$folder")" "$(python -m coverage report --include="$folder*" --format=total)"
+    done
 fi
 echo "the slowest tests:"
 sort -rn "$HPCLLM_TEST_TIMES" | sed 20q
