@@ -1,17 +1,17 @@
-"""Agree on a plan: every rank learns what it writes or reads, and for whom, in a few messages however many ranks there are.
+"""Agree on a plan: every rank learns what it writes or reads, and for whom, in few messages on however many ranks.
 
-    plan.py: holders --> planner of the dataset --> owners of blocks --> holders: (rank, what it is to be told), three times
-                                                                          then: which datasets there are, to all
+    plan.py    holders --> planner of a dataset --> owners of its blocks --> holders     each: (rank, what it is told)
+               then all learn which datasets there are
 
 What is told travels by the bits of the distance to whom it is for, so that a rank sends ceil(log2 ranks) messages, not
 one to each other rank, each with all that goes the same way:
 
     6 ranks, rank 0 has something for rank 5      round 0   what has bit 0 in its distance goes 1 on     0 -> 1
     distance 5 = 1 + 4                            round 1                bit 1                2 on
-                                                  round 2                bit 2                4 on     1 -> 5
+                                                  round 2                bit 2                4 on       1 -> 5
 
-What all are to know, each tells 1, 2, 4 .. on with all that it knows by then. A message is a length and pickled words of
-control; no tensor. Works without MPI: comm=None.
+What all are to know, each tells 1, 2, 4 .. on with all that it knows by then. A message is a length, then pickled words
+of control; no tensor. Works without MPI: comm=None.
 
 Source: Bruck, Ho, Kipnis, Upfal, Weathersby 1997, "Efficient algorithms for all-to-all communications in multiport
 message-passing systems", section 3.

@@ -112,7 +112,7 @@ def quick_imports() -> Iterator[None]:
 
     place = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else len(sys.meta_path)
     sys.meta_path.insert(place, finder)
-    inspect.getmodule = by_name
+    inspect.getmodule = by_name  # type: ignore[assignment]
     try:
         yield
     finally:
