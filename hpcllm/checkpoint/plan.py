@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -145,16 +145,17 @@ def assign_all(requests: Iterable[Request], *, exactly_once: bool) -> Iterator[t
     requests: of all ranks to this planner. Raises CheckpointError if ranks disagree on a dataset, or do not hold every
     element once where they should.
     """
-    merged: dict[str, Request] = {}
+    specs: dict[str, DatasetSpec] = {}
+    parts: dict[str, list[Part]] = {}
     for request in requests:
-        before = merged.setdefault(request.name, replace(request, parts=()))
-        if before.spec != request.spec:
-            raise CheckpointError(f"ranks disagree on {request.name}: {before.spec} and {request.spec}")
-        merged[request.name] = replace(before, parts=before.parts + request.parts)
-    for name, request in merged.items():
-        if exactly_once and (fault := uncovered(request.spec.shape, (part.box for part in request.parts))):
-            raise CheckpointError(f"the slabs of all ranks do not make up {name} {request.spec.shape}: {fault}")
-        yield from assign(request)
+        spec = specs.setdefault(request.name, request.spec)
+        if spec != request.spec:
+            raise CheckpointError(f"ranks disagree on {request.name}: {spec} and {request.spec}")
+        parts.setdefault(request.name, []).extend(request.parts)
+    for name, spec in specs.items():
+        if exactly_once and (fault := uncovered(spec.shape, (part.box for part in parts[name]))):
+            raise CheckpointError(f"the slabs of all ranks do not make up {name} {spec.shape}: {fault}")
+        yield from assign(Request(name, spec, tuple(parts[name])))
 
 
 def assign(request: Request) -> Iterator[tuple[int, BlockTask]]:

@@ -53,11 +53,12 @@ class ListedFolders:
         self._listings: dict[str, Listing | None] = {}
 
     def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self,
+        name: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
         """Find a module as PathFinder would; None: let PathFinder look."""
-        if target is not None:  # it is loaded again, as its file has changed
-            return None
         for folder in sys.path if path is None else path:
             listing = self._list(folder or os.getcwd())
             if listing is None:
