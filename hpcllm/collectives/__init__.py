@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpcllm.collectives.nonblocking import Handle, iallgather, iallreduce, ialltoall, ibroadcast, ireduce_scatter
     from hpcllm.collectives.operations import allgather, allreduce, alltoall, broadcast, chunk_range, reduce_scatter
     from hpcllm.collectives.two_level import prepare
-    from hpcllm.collectives.window import shared_zeros
+    from hpcllm.collectives.window import free_shared, shared_zeros
 
 _HOME = {
     **dict.fromkeys(("Group", "group_of"), "group"),
@@ -28,11 +28,12 @@ _HOME = {
     ),
     **dict.fromkeys(("allgather", "allreduce", "alltoall", "broadcast", "chunk_range", "reduce_scatter"), "operations"),
     "prepare": "two_level",
-    "shared_zeros": "window",
+    **dict.fromkeys(("free_shared", "shared_zeros"), "window"),
 }
 __all__ = [
-    "Group", "Handle", "allgather", "allreduce", "alltoall", "broadcast", "chunk_range", "group_of", "iallgather",
-    "iallreduce", "ialltoall", "ibroadcast", "ireduce_scatter", "prepare", "reduce_scatter", "shared_zeros",
+    "Group", "Handle", "allgather", "allreduce", "alltoall", "broadcast", "chunk_range", "free_shared", "group_of",
+    "iallgather", "iallreduce", "ialltoall", "ibroadcast", "ireduce_scatter", "prepare", "reduce_scatter",
+    "shared_zeros",
 ]  # fmt: skip
 
 

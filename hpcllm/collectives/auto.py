@@ -56,7 +56,8 @@ def _plan(operation: str, n: int, codec: Codec, group: Group, place: str) -> Pla
             chosen = codec if decision["codec"] == codec.name else Raw(codec.dtype)
             return Plan(decision["algorithm"], chosen, decision["predicted_s"], decision["why"])
     x = Values(n, codec.dtype.itemsize, dtype, codec.name, on_cpu=place == "cpu")
-    return Plan(by_rule(operation, x, group.shape, may_block=group.wire.waits.limit_s is None), codec)
+    may_block, has_shared = group.wire.waits.limit_s is None, group.shared_arrays > 0
+    return Plan(by_rule(operation, x, group.shape, may_block, has_shared), codec)
 
 
 def _decided(operation: str, n: int, codec: Codec, dtype: str, group: Group, tuning: Tuning) -> dict[str, Any] | None:

@@ -39,6 +39,7 @@ class Group:
     wire: Wire = field(default_factory=Wire)
     plans: dict[Any, Any] = field(default_factory=dict)  # plans of auto.py
     tuning: Tuning | None = None  # measured rates that auto.py decides by; None: its rules
+    shared_arrays: int = 0  # made by shared_zeros over it and not yet freed: as many on every rank
     at_free: list[Callable[[], None]] = field(default_factory=list)  # called in reverse order: windows and the like
     broken: str = ""  # why: a collective that failed half-way left messages behind
     _backgrounds: dict[str, Group] = field(default_factory=dict)  # by lane

@@ -2,7 +2,8 @@
 
 Without measured rates, by rule, so that every run sums in the same order; arrays on the CPU:
 
-    one node,  raw    node_window; where waits have no limit, so that the library may block, native up to LIBRARY_BYTES
+    one node,  raw    node_window; where waits have no limit, so that the library may block, native up to LIBRARY_BYTES,
+                      or, if the communicator has arrays in shared memory, up to LIBRARY_BYTES_SHARED
     more,      raw    fp32 up to 64 KiB native, then two_level where ranks share nodes, else by size per rank
     a codec           two_level where ranks share nodes, else two_step; of many ranks, and inside two_level of many
                       nodes, grid (strips.takes_grid)
@@ -35,6 +36,7 @@ SUMS = ("allreduce", "reduce_scatter")
 SMALL_BYTES = 64 << 10  # up to here latency decides, and the library's is the lowest
 # up to here the library's blocking call was the fastest on a node: MPICH and Open MPI, 2 and 3 ranks, private arrays
 LIBRARY_BYTES = {"allreduce": 1 << 20, "reduce_scatter": 1 << 20, "allgather": 4 << 20}
+LIBRARY_BYTES_SHARED = {**LIBRARY_BYTES, "allreduce": 256 << 10}  # at 1 MiB shared arrays take half of its time
 LONG_CHUNK_BYTES = 32 << 10  # a ring sends 2 (ranks - 1) chunks one after another: worth it from here
 LEAST_GAIN = 1.05  # less is not worth a codec's error, nor the prediction's
 LARGEST_COUNT = 2**31 - 1  # of most MPI libraries
@@ -79,11 +81,16 @@ class Choice:
     why: str
 
 
-def by_rule(operation: str, x: Values, shape: Shape, may_block: bool) -> str:
-    """The algorithm for x over ranks that lie on nodes as shape says. may_block: true if waits have no limit."""
+def by_rule(operation: str, x: Values, shape: Shape, may_block: bool, has_shared: bool = False) -> str:
+    """The algorithm for x over ranks that lie on nodes as shape says.
+
+    may_block: true if waits have no limit. has_shared: true if the ranks have arrays in memory that they share. Whether
+    x is one of them is known on its own rank only, and all have to choose alike.
+    """
     if x.raw and shape.nodes == 1 and operation in IN_WINDOWS and x.on_cpu:
         may_use_library = operation not in SUMS or x.full
-        is_faster = may_block and x.size_bytes <= LIBRARY_BYTES[operation]
+        most_bytes = (LIBRARY_BYTES_SHARED if has_shared else LIBRARY_BYTES)[operation]
+        is_faster = may_block and x.size_bytes <= most_bytes
         return "native" if may_use_library and is_faster else "node_window"
     if operation == "allreduce":
         return _allreduce(x, shape)

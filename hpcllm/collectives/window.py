@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,14 +67,19 @@ def find_window(address: int, size_bytes: int) -> tuple[Window | None, int]:
     return (window, offset) if offset + size_bytes <= window.memory.size else (None, 0)
 
 
-def shared_zeros(n: int, comm: MPI.Intracomm | Group, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """(n,) zeros in this rank's part of a new window of its node. Collective over comm, same n on all ranks.
+def shared_zeros(
+    shape: int | Sequence[int], comm: MPI.Intracomm | Group, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Zeros in this rank's part of a new window of its node. Collective over comm, same shape and dtype on all ranks.
 
-    Lives until free_shared, or until comm is freed: after that no view of it may be touched.
+    Lives until free_shared, or until comm is freed: after that no view of it may be touched. x.numpy() is a view.
     Raises UserError on all ranks if a node has too little shared memory.
     """
-    window = allocate_window(n * dtype.itemsize, group_of(comm))
-    return torch.frombuffer(window.memory, dtype=dtype, count=n) if n else torch.empty(0, dtype=dtype)
+    group, sizes = group_of(comm), (shape,) if isinstance(shape, int) else tuple(shape)
+    n = math.prod(sizes)
+    window = allocate_window(n * dtype.itemsize, group)
+    _count(group, 1)
+    return torch.frombuffer(window.memory, dtype=dtype, count=n).view(sizes) if n else torch.empty(sizes, dtype=dtype)
 
 
 def free_shared(x: torch.Tensor, comm: MPI.Intracomm | Group) -> None:
@@ -83,6 +90,14 @@ def free_shared(x: torch.Tensor, comm: MPI.Intracomm | Group) -> None:
         raise ValueError(f"no shared array of this communicator holds the tensor of shape {tuple(x.shape)}, {x.dtype}")
     group.at_free.remove(window.free)
     window.free()
+    _count(group, -1)
+
+
+def _count(group: Group, change: int) -> None:
+    """Note an array more or less; `auto` chooses anew where there is one at last, or none any more."""
+    had, group.shared_arrays = group.shared_arrays > 0, group.shared_arrays + change
+    if had != (group.shared_arrays > 0):
+        group.plans.clear()
 
 
 def allocate_window(size_bytes: int, group: Group) -> Window:

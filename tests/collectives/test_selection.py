@@ -12,12 +12,14 @@ from made_up_rates import made_up, made_up_tuning
 from mpi4py import MPI
 
 from hpcllm.codecs import find_codec
+from hpcllm.collectives import allreduce, free_shared, shared_zeros
 from hpcllm.collectives.auto import plan
 from hpcllm.collectives.cost import COSTS, cost_s
 from hpcllm.collectives.group import group_of, make_group
 from hpcllm.collectives.selection import (
     LEAST_GAIN,
     LIBRARY_BYTES,
+    LIBRARY_BYTES_SHARED,
     ROUNDS_EACH_HOP,
     SMALL_BYTES,
     Values,
@@ -187,8 +189,6 @@ def test_every_rank_plans_the_same_and_the_front_doors_can_run_it(comm, tuned):
 @pytest.mark.parametrize("far_gb_s", [None, 0.01])
 def test_auto_sums(comm, far_gb_s):
     """Whatever is chosen: near the float64 sum, the same bits on all ranks and the same again."""
-    from hpcllm.collectives import allreduce
-
     for group in (group_of(comm), nodes_of_two(comm)):
         if far_gb_s:
             group_of(group).use_tuning(made_up_tuning(far_gb_s=far_gb_s, near_gb_s=far_gb_s))
@@ -240,3 +240,34 @@ def test_the_library_is_asked_only_where_it_may_block(comm, operation):
         chosen = {n: plan(operation, n, find_codec("raw"), group).algorithm for n in (100, most, most + 1)}
         assert chosen == {100: small, most: small, most + 1: "node_window"}
         assert plan(operation, 100, find_codec("int8"), group).algorithm in ("two_step", "bruck")
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_ranks_with_shared_arrays_leave_the_library_earlier_until_the_last_is_freed(comm):
+    group, n = make_group(comm), LIBRARY_BYTES_SHARED["allreduce"] // 4
+
+    def chosen():
+        for k in (n, n + 1):
+            allreduce(torch.zeros(k), group)
+        return [group.plans["allreduce", k, "raw", torch.float32, "cpu"].algorithm for k in (n, n + 1)]
+
+    assert chosen() == ["native", "native"]
+    first, second = shared_zeros((2, n), group), shared_zeros(3, group)
+    assert chosen() == ["native", "node_window"]
+    free_shared(first, group)
+    assert chosen() == ["native", "node_window"]
+    free_shared(second, group)
+    assert chosen() == ["native", "native"]
+    group.free()
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_an_array_that_is_shared_on_some_ranks_only_has_the_same_sum(comm):
+    group, n = make_group(comm), LIBRARY_BYTES_SHARED["allreduce"] // 4 + 5
+    shared = shared_zeros(n, group)
+    for _ in range(2):
+        x = shared if comm.rank % 2 else torch.empty(n)
+        x.fill_(comm.rank + 1)
+        allreduce(x, group)
+        assert x.eq(comm.size * (comm.size + 1) / 2).all()
+    group.free()

@@ -72,6 +72,15 @@ def test_arrays_go_with_their_communicator(comm):
 @pytest.mark.parallel([2])
 def test_an_empty_array_is_an_array(comm):
     assert shared_zeros(0, comm).shape == (0,)
+    assert shared_zeros((3, 0), comm).shape == (3, 0)
+
+
+@pytest.mark.parallel([1, 3])
+def test_an_array_has_the_shape_that_was_asked_for(comm):
+    x = shared_zeros((4, 3, 2), comm, torch.bfloat16)
+    assert (x.shape, x.dtype) == ((4, 3, 2), torch.bfloat16)
+    assert find_window(x[2].data_ptr(), x[2].nbytes)[1] == 2 * 6 * 2
+    free_shared(x, comm)
 
 
 @pytest.mark.parallel([1, 2, 3])
