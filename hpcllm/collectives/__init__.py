@@ -2,8 +2,10 @@
 
 operations.py        allreduce, reduce_scatter, allgather, alltoall, broadcast; nonblocking.py, worker.py: in a thread
 group.py, wire.py    ranks and nodes of a communicator; its messages and their memory; arrays.py: the caller's arrays
-ring.py two_step.py doubling.py bruck.py pairwise.py broadcasts.py native.py    an algorithm or two each
-node_window.py       inside a node, with node.py, node_kernels.py, window.py; two_level.py: inside and between nodes
+ring.py two_step.py grid.py doubling.py bruck.py pairwise.py broadcasts.py native.py    an algorithm or two each
+strips.py, legs.py   how sums through owners cut an array, and what they send: two_step.py and grid.py
+node_window.py       inside a node, with node.py, node_kernels.py, window.py
+two_level.py         inside and between nodes, with node_stream.py
 feedback.py          error feedback for a lossy codec
 auto.py              which algorithm; selection.py: by rule or by cost.py, with rates of tuning.py that measure.py finds
 
