@@ -69,6 +69,8 @@ class ModelConfig:
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "swiglu"  # of the feed-forward network
     tied: bool = True  # the output layer uses the embedding's weight
     biases: Literal["none", "all", "qkv"] = "none"  # of linear layers; qkv: of query, key and value only (Qwen2)
+    # not compared: the same model, computed another way
+    compile: bool = field(default=False, compare=False)  # blocks by torch.compile; needs a C++ compiler
 
     @property
     def head_dim(self) -> int:
@@ -353,6 +355,7 @@ def check_together(config: Config) -> None:
     _check_pipeline(config.pipeline, model)
     _check_communication(config.communication)
     _check_shard(config)
+    _check_compile(config)
 
 
 def _check_pipeline(pipeline: PipelineConfig, model: ModelConfig) -> None:
@@ -389,6 +392,24 @@ def _check_shard(config: Config) -> None:
             f"communication.algorithm = {algorithm!r} gives every replica the whole sum, but with optimizer.shard = "
             f"{shard!r} each gets its share; valid: auto, {', '.join(SHARED_OUT)}"
         )
+
+
+def _check_compile(config: Config) -> None:
+    """A compiled block is whole: nothing of it is split over ranks, deferred, made again or taken away."""
+    if not config.model.compile:
+        return
+    schedule, recompute = config.pipeline.schedule, config.pipeline.recompute
+    for key, value, valid in (
+        ("mesh.tp", config.mesh.tp, (1,)),
+        ("pipeline.schedule", schedule, ("gpipe", "1f1b", "interleaved")),
+        ("pipeline.recompute", recompute, ("none",)),
+        ("optimizer.shard", config.optimizer.shard, ("none", "states", "states+gradients")),
+    ):
+        if value not in valid:
+            raise ConfigError(
+                f"model.compile = true with {key} = {value!r}, which takes blocks apart; valid: {key} = "
+                f"{', '.join(map(repr, valid))}, or model.compile = false"
+            )
 
 
 def traffic_codecs(communication: CommunicationConfig) -> dict[str, str]:

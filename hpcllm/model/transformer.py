@@ -106,6 +106,14 @@ class Block(nn.Module):
         return half_BTD + ffn_BTD
 
 
+def run_block(
+    block: nn.Module, x_BTD: Tensor, table_2T1R: Tensor | None, options: PassOptions, cache: KeyValueCache | None
+) -> Tensor:
+    """Apply a Block: the function that compiled.py compiles, once for all blocks."""
+    y_BTD: Tensor = block(x_BTD, table_2T1R, options, cache)
+    return y_BTD
+
+
 def embedding(rows: int, hidden: int) -> nn.Embedding:
     """Make a table without values. To draw PyTorch's, on the meta device, would load its compiler: seconds a rank."""
     return nn.Embedding(rows, hidden, _weight=torch.empty(rows, hidden))
@@ -118,7 +126,8 @@ class Decoder(nn.Module):
     the span's own copy where it has the head alone (whose gradient must then be summed with that of stage 0).
 
     Attributes to set before a pass: `exact`, by which nothing between tensor-parallel ranks is coded; `recompute`
-    (recompute.py); `loss_tokens`, of how many tokens logits exist at once in `loss_sum`, 0: of all; `unshard_hooks`.
+    (recompute.py); `loss_tokens`, of how many tokens logits exist at once in `loss_sum`, 0: of all; `unshard_hooks`;
+    `run_block`, which compiled.py replaces.
     """
 
     table: Tensor | None
@@ -129,6 +138,7 @@ class Decoder(nn.Module):
         self.unshard_hooks = UnshardHooks()
         self.recompute = "none"
         self.loss_tokens = 0
+        self.run_block = run_block
         self.first_token, end = chunk_range(model.vocabulary, tp.size, tp.rank)  # of this rank's rows of the tables
         vocabulary = end - self.first_token
         self.register_buffer("table", rotary_table(model) if model.positions == "rotary" else None, persistent=False)
@@ -182,7 +192,7 @@ class Decoder(nn.Module):
             if self.recompute == "full":
                 x_BTD = checkpoint_block(lambda x, block=block: block(x, table_2T1R, options, cache), x_BTD)  # type: ignore[misc]
             else:
-                x_BTD = block(x_BTD, table_2T1R, options, cache)
+                x_BTD = self.run_block(block, x_BTD, table_2T1R, options, cache)
             x_BTD = self.unshard_hooks.after_unit(unit, x_BTD)
         if cache:
             cache.length = end

@@ -61,7 +61,7 @@ def train(
             rate = learning_rate(step, config.run.steps, config.optimizer)
             with (
                 recording(run.engine, step + 1 in config.log.trace_steps) as spans,
-                counting(run, step == first) as memory,
+                counting(run, step == first and not config.model.compile) as memory,
             ):
                 local = forward_backward(run, step, position)
             spent = accounting.end_passes(local.input_s)

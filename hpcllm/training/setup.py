@@ -29,6 +29,7 @@ from hpcllm.data.loader import Loader
 from hpcllm.data.sampler import Sampler, sample_count
 from hpcllm.data.store import TokenStore, open_store
 from hpcllm.data.store_watch import StoreWatch
+from hpcllm.model.compiled import check_compiler, compile_blocks
 from hpcllm.model.initialisation import allocate_chunks, initial_values
 from hpcllm.model.shapes import parameter_shapes
 from hpcllm.model.tensor_parallel import LANE, TensorParallel, tensor_parallel, traffic
@@ -119,6 +120,8 @@ def open_run(config: Config, comm: MPI.Intracomm) -> Iterator[RunContext]:
     """Make everything that this rank trains with, with initial weights. Collective over comm. Raises UserError."""
     check_writer(config.checkpoint.writer)
     on_root(comm, lambda: check_trackers(config.log.trackers))
+    if config.model.compile:
+        on_root(comm, check_compiler)
     resolved = resolve(take_model(config, comm), comm.size, partial(on_root, comm))
     bubble = on_root(comm, lambda: resolved.bubble)
     config, store = open_store(resolved.config, comm)
@@ -141,6 +144,8 @@ def open_run(config: Config, comm: MPI.Intracomm) -> Iterator[RunContext]:
         for stage, decoder in zip(stages, decoders, strict=True):
             decoder.recompute = resolved.recompute[stage]
             decoder.loss_tokens = config.pipeline.loss_tokens
+        if config.model.compile:
+            compile_blocks(decoders)
         parameters = {name: p for decoder in decoders for name, p in decoder.named_parameters()}
         is_cut = placement.home(placement.stages - 1)[0] != 0  # embedding and head are on two ranks
         shared = "embedding.weight" if config.model.tied and is_cut and mesh.ends.size > 1 else None

@@ -100,6 +100,7 @@ def canonical(model: ModelConfig) -> ModelConfig:
         *(["kv_heads"] if model.key_value_heads == model.heads else []),
         *(["head_channels"] if heads else []),
         "preset",
+        "compile",
     ]
     plain = dataclasses.replace(model, **{key: getattr(default, key) for key in unused})
     return dataclasses.replace(plain, rope_fraction=plain.turned_channels / plain.head_dim)

@@ -55,7 +55,7 @@ def take_model(config: Config, comm: MPI.Intracomm | None = None) -> Config:
                 f"run.start_from = {config.run.start_from!r} holds another model: {'; '.join(differ[:3])}; "
                 "leave [model] out to take the one that is there"
             )
-    config = dataclasses.replace(config, model=found)
+    config = dataclasses.replace(config, model=dataclasses.replace(found, compile=config.model.compile))
     check_together(config)
     return config
 
