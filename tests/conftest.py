@@ -17,6 +17,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,28 +65,22 @@ def pytest_runtest_protocol() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its marker
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of the device run where there is one, and all others where there is none."""
     config.hook.pytest_deselected(items=[item for item in items if not _is_for(item.get_closest_marker("pretend"))])
     items[:] = [item for item in items if _is_for(item.get_closest_marker("pretend"))]
     for item in items if MODE and pretend.why_not() else ():
         item.add_marker(pytest.mark.skip(reason=pretend.why_not()))
-    if hasattr(config, "workerinput"):  # one of pytest-xdist's workers: all of them sort alike
-        _share_out(items)
+    if hasattr(config, "workerinput"):  # what takes longest first
+        items.sort(key=lambda item: starts(item.path))
 
 
-def _share_out(items: list[pytest.Item]) -> None:
-    """Give files that start jobs of several ranks to one worker, first; every other file to whoever is free.
-
-    So a job never runs beside another, what a file's tests share is made once, and of the other files those that start
-    processes, which take longest, come before the rest.
-    """
-    texts = {path: path.read_text(encoding="utf-8") for path in {item.path for item in items}}
-    jobs = {path for path, text in texts.items() if any(word in text for word in ("launcher(", "run_script", "mpirun"))}
-    items.sort(key=lambda item: (item.path not in jobs, "subprocess" not in texts[item.path]))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("jobs" if item.path in jobs else str(item.path)))
+@cache
+def starts(path: Path) -> int:
+    """0: tests of this file start jobs of several ranks; 1: other processes; 2: none."""
+    text = path.read_text(encoding="utf-8")
+    return 0 if any(word in text for word in ("launcher(", "run_script", "mpirun")) else 1 + ("subprocess" not in text)
 
 
 def _is_for(marker: pytest.Mark | None) -> bool:

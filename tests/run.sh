@@ -93,7 +93,7 @@ run_group() { # [MODE:]GROUP: pytest's exit code; rank 0 speaks, the others only
     case $group in
         serial | serial+1) # a thread each, or the two would wait for one another's threads
             if [ "$group" = serial ]; then marked="not parallel"; else marked="(not parallel or parallel[1])"; fi
-            workers=(-n 2 --dist loadgroup --no-loadscope-reorder)
+            workers=(-n 2 --dist loadfile --no-loadscope-reorder)
             if [ -n "$coverage" ]; then workers=(); fi # coverage sees one process
             limited env OMP_NUM_THREADS=1 "${pytest[@]}" ${workers[@]+"${workers[@]}"} -m "$marked and not alone" "$@"
             return
