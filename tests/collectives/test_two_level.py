@@ -8,7 +8,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hpcllm.collectives import allreduce, group_of, node, shared_zeros
+from hpcllm.collectives import allreduce, group_of, node, shared_zeros, strips
 from hpcllm.collectives.group import make_group
 from hpcllm.collectives.two_level import peers_of
 from hpcllm.errors import StallError
@@ -66,6 +66,35 @@ def test_many_segments(comm, monkeypatch):
         allreduce(x, group, algorithm="two_level")
         sums = node_sums(addends, 2)
         assert torch.equal(x, sum(sums[1:], start=sums[0]))
+    group.free()
+
+
+@pytest.mark.parallel([3, 4, 5])
+@pytest.mark.parametrize("grid_ranks", [2, 100])
+def test_a_stream_of_many_strips(comm, monkeypatch, grid_ranks):
+    """Node sums, wire and gatherings of different strips at the same time, in the order that arrays' places ask for."""
+    for module, name, value in (
+        (strips, "STREAM_VALUES", 300),
+        (strips, "LEAST_VALUES", 100),
+        (node, "SLOT_BYTES", 4096),
+    ):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(strips, "GRID_RANKS", grid_ranks)
+    group, n = nodes_of(comm, 2), 40_011
+    shared = shared_zeros(n, group)
+    bound = laws.two_step_bound if grid_ranks > group.nodes else laws.grid_bound
+    for codec in CODECS:
+        addends = [laws.values(rank, n, torch.float32) for rank in range(comm.size)]
+        sums = [laws.wide(total) for total in node_sums(addends, 2)]
+        x, again = addends[comm.rank].clone(), shared.copy_(addends[comm.rank])
+        for _ in range(2):  # what the first call left of counters and slots, the second goes on from
+            x.copy_(addends[comm.rank])
+            allreduce(x, group, codec, "two_level")
+        off = np.abs(laws.wide(x) - sum(sums))
+        assert np.all(off <= bound(sums, laws.codec_for(codec, x.dtype), x.dtype)), (codec, off.max())
+        assert laws.same_everywhere(x, comm), codec
+        allreduce(again, group, codec, "two_level")
+        assert torch.equal(x, again), codec
     group.free()
 
 
