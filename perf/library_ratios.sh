@@ -18,7 +18,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 root=$(dirname "$here")
 results=$here/library_ratios
 export OMP_NUM_THREADS=1
-kept=(MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=34359738368)
+found=(env -u MALLOC_MMAP_MAX_ -u MALLOC_TRIM_THRESHOLD_) # which jobscripts/local sets
 
 say() { printf '[%s] %s\n' "$(date +%H:%M:%S)" "$*" >&2; }
 
@@ -40,9 +40,9 @@ on_node() { # RUN RANKS ARGUMENTS...: on both MPIs, with memory as found and kep
     local run=$1 ranks=$2 mpi
     shift 2
     for mpi in mpich openmpi; do
-        measured "${run}_${mpi}_found" env HPCLLM_MPI=$mpi bash "$root/jobscripts/local/mpirun.sh" "$ranks" -- "$@"
-        measured "${run}_${mpi}_kept" env "${kept[@]}" HPCLLM_MPI=$mpi \
-            bash "$root/jobscripts/local/mpirun.sh" "$ranks" -- "$@"
+        local launcher=(env HPCLLM_MPI=$mpi bash "$root/jobscripts/local/mpirun.sh" "$ranks")
+        measured "${run}_${mpi}_found" "${launcher[@]}" "${found[@]}" -- "$@"
+        measured "${run}_${mpi}_kept" "${launcher[@]}" -- "$@"
     done
 }
 

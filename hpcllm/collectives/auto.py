@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpcllm.codecs.casts import Raw
 from hpcllm.codecs.protocol import Codec
 from hpcllm.collectives.group import Group
-from hpcllm.collectives.selection import Values, by_rule, choose
+from hpcllm.collectives.selection import Values, by_rule, choose, codec_by_rule
 from hpcllm.collectives.tuning import Tuning
 
 log = logging.getLogger(__name__)
@@ -56,6 +56,8 @@ def _plan(operation: str, n: int, codec: Codec, group: Group, place: str) -> Pla
             chosen = codec if decision["codec"] == codec.name else Raw(codec.dtype)
             return Plan(decision["algorithm"], chosen, decision["predicted_s"], decision["why"])
     x = Values(n, codec.dtype.itemsize, dtype, codec.name, on_cpu=place == "cpu")
+    if codec_by_rule(x, group.shape) != codec.name:
+        codec, x = Raw(codec.dtype), replace(x, codec="raw")
     may_block, has_shared = group.wire.waits.limit_s is None, group.shared_arrays > 0
     return Plan(by_rule(operation, x, group.shape, may_block, has_shared), codec)
 

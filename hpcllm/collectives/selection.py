@@ -6,7 +6,7 @@ Without measured rates, by rule, so that every run sums in the same order; array
                       or, if the communicator has arrays in shared memory, up to LIBRARY_BYTES_SHARED
     more,      raw    fp32 up to 64 KiB native, then two_level where ranks share nodes, else by size per rank
     a codec           two_level where ranks share nodes, else two_step; of many ranks, and inside two_level of many
-                      nodes, grid (strips.takes_grid)
+                      nodes, grid (strips.takes_grid); between nodes raw below CODEC_BYTES
 
 Arrays on a device share no windows: by the lines for more nodes, however many there are, with the library only up to
 64 KiB: it adds up on the host and takes a whole array there at once, while ours copy parts as others are on the wire.
@@ -37,6 +37,7 @@ SMALL_BYTES = 64 << 10  # up to here latency decides, and the library's is the l
 # up to here the library's blocking call was the fastest on a node: MPICH and Open MPI, 2 and 3 ranks, private arrays
 LIBRARY_BYTES = {"allreduce": 1 << 20, "reduce_scatter": 1 << 20, "allgather": 4 << 20}
 LIBRARY_BYTES_SHARED = {**LIBRARY_BYTES, "allreduce": 256 << 10}  # at 1 MiB shared arrays take half of its time
+CODEC_BYTES = 256 << 10  # between nodes a codec is taken from here: of less, messages and turns of the codec decide
 LONG_CHUNK_BYTES = 32 << 10  # a ring sends 2 (ranks - 1) chunks one after another: worth it from here
 LEAST_GAIN = 1.05  # less is not worth a codec's error, nor the prediction's
 LARGEST_COUNT = 2**31 - 1  # of most MPI libraries
@@ -105,6 +106,15 @@ def by_rule(operation: str, x: Values, shape: Shape, may_block: bool, has_shared
     if operation == "alltoall":
         return "pairwise"
     return "bruck" if x.small else "ring"
+
+
+def codec_by_rule(x: Values, shape: Shape) -> str:
+    """The codec for x where no rates were measured: the one that was asked for, but between nodes raw for little.
+
+    Inside a node it is what was asked for at any size, although raw is faster there: a policy would do nothing on one
+    machine, where it is tried out.
+    """
+    return "raw" if shape.nodes > 1 and x.size_bytes < CODEC_BYTES else x.codec
 
 
 def _allreduce(x: Values, shape: Shape) -> str:

@@ -86,7 +86,7 @@ class Rank:
         self.owned = {name for name in self.names if not (pp > 0 and name == shared)}
         self.shards = Shards(shapes, tp, layout.tp)
         task = {name: torch.zeros(shard_of(name, shapes[name], tp, layout.tp)[1], dtype=dtype) for name in self.names}
-        replicas, ends = SimpleNamespace(size=layout.dp, rank=dp), SimpleNamespace(size=2, rank=int(pp > 0))
+        replicas, ends = SimpleNamespace(size=layout.dp, rank=dp, nodes=1), SimpleNamespace(size=2, rank=int(pp > 0))
         specs = make_shard_specs(
             {name: torch.nn.Parameter(values) for name, values in task.items()},
             dict.fromkeys(task, 1),

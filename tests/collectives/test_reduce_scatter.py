@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcllm.collectives import chunk_range, reduce_scatter, ring, two_step
+from hpcllm.collectives import chunk_range, reduce_scatter, ring, strips
 from hpcllm.collectives.operations import ALGORITHMS
 
 CASES = [(name, codec, dtype) for name in ("ring", "two_step") for codec, dtype in laws.PAIRS]
@@ -28,7 +28,7 @@ def test_sum(comm, monkeypatch, algorithm, codec, dtype):
         assert np.all(np.abs(laws.wide(result) - sum(wide)[own]) <= allowed), n
         assert laws.bits(x) == laws.bits(addends[comm.rank])
         monkeypatch.setattr(ring, "LANE_BYTES", 1 << 14)
-        monkeypatch.setattr(two_step, "SEGMENT_VALUES", 500)
+        monkeypatch.setattr(strips, "SEGMENT_VALUES", 500)
         again = torch.full_like(result, 7)
         assert reduce_scatter(x, comm, codec, algorithm, out=again) is again
         monkeypatch.undo()
