@@ -104,6 +104,11 @@ hpcllm_end_of_training() { # CODE RUN.toml ARGUMENTS of train: the exit code to 
     local code=$1 answer=0
     shift
     case " $* " in *" --dry-run "* | *" --is-finished "*) return "$code" ;; esac
+    case $code in
+        0 | 1 | 2 | 75) ;;
+        *) hpcllm_say "exit code $code is none of hpcllm's (0, 1, 2, 75): the launcher lost a rank or a node, or a signal ended it.
+    The same job goes on from the newest checkpoint" ;;
+    esac
     if [ "$code" = 0 ] && [ -z "${DRY_RUN:-}" ]; then
         hpcllm_is_finished "$@" || answer=$?
         case $answer in

@@ -112,13 +112,21 @@ def test_the_command_tells_by_its_exit_code_and_loads_nothing_heavy(capsys, tmp_
 
 
 def test_a_job_script_believes_the_record_and_no_exit_code(tmp_path, run_file):
-    def end(code: int, *arguments: str) -> str:
+    def ended(code: int, *arguments: str) -> tuple[str, str]:
         words = ["bash", "-c", JOB, "job", sys.prefix, str(code), str(run_file), *arguments]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment, check=True)
-        return done.stdout.strip()
+        return done.stdout.strip(), done.stderr
 
-    assert end(75) == "code 75"
+    def end(code: int, *arguments: str) -> str:
+        return ended(code, *arguments)[0]
+
+    for code in (1, 2, 75):
+        assert ended(code) == (f"code {code}", "")
+    for code in (9, 137, 139, 255):  # of launchers, where a rank was killed or a host is gone
+        answer, said = ended(code)
+        assert answer == f"code {code}"
+        assert "lost a rank or a node" in said
     assert end(0) == "code 1"  # the launcher lost a host, and said 0
     write_finished(tmp_path / "r", 5, None)
     assert end(0) == "code 0"
