@@ -10,6 +10,8 @@ A hand of its own: it shares nothing with `hpcllm perf`, which tuned what is jud
 
     ratio       median time of the library over the median of ours: above 1, ours is faster
     interval    95 % of 1,000 ratios of medians, of rounds drawn with replacement
+    bound       of an allreduce of shared arrays: all ranks at once copy as many bytes as it reads and writes, their
+                halves to and fro, so that memory is as far away as for the sum
     a cell fails from 256 KiB up where the upper end of its interval is below 0.95, twice; below 256 KiB it fails where
     ours takes over 4 us more, as tried on one rank, whose calls no other rank delays
 
@@ -79,6 +81,7 @@ class Cell:
     library_s: float
     auto_s: float
     gloo_s: float | None
+    bound_s: float | None
     ratio: float
     least: float
     most: float
@@ -143,6 +146,17 @@ class Arrays:
             "broadcast": lambda: broadcast(x, group, 0, codec),
         }[self.operation]
 
+    def bound(self) -> Call:
+        """A copy of x's halves to and fro, which reads and writes what a rank does of a sum of arrays as long as x."""
+        half = self.n // 2
+        first, second = self.x[:half], self.x[half : 2 * half]
+
+        def copies() -> None:
+            second.copy_(first)
+            first.copy_(second)
+
+        return copies
+
     def gloo(self) -> Call:
         x, out = self.x, self.out
         return {
@@ -197,8 +211,12 @@ def library_name() -> str:
 
 def measure(arrays: Arrays, codec: str, options: argparse.Namespace) -> Cell:
     """A cell; one that fails is measured once more. Collective."""
-    calls = [arrays.library(), arrays.auto(codec), *([arrays.gloo()] if options.gloo else [])]
-    once = timed(calls, arrays, 3, 2)
+    calls = {"library": arrays.library(), "auto": arrays.auto(codec)}
+    if options.gloo:
+        calls["gloo"] = arrays.gloo()
+    if arrays.shared and arrays.operation == "allreduce":
+        calls["bound"] = arrays.bound()
+    once = timed([*calls.values()], arrays, 3, 2)
     round_s = max(1e-6, float(np.median(once, axis=0).sum()))
     rounds = int(min(1000, max(options.least_rounds, options.seconds / round_s)))
     cell = _measure_once(calls, arrays, codec, options, rounds, repeated=False)
@@ -206,22 +224,22 @@ def measure(arrays: Arrays, codec: str, options: argparse.Namespace) -> Cell:
 
 
 def _measure_once(
-    calls: Sequence[Call], arrays: Arrays, codec: str, options: argparse.Namespace, rounds: int, repeated: bool
+    calls: dict[str, Call], arrays: Arrays, codec: str, options: argparse.Namespace, rounds: int, repeated: bool
 ) -> Cell:
     group = arrays.group
     start_s, busy, own = time.perf_counter(), busy_s(), time.process_time()
-    seconds = timed(calls, arrays, rounds, warmup=3)
+    seconds = timed([*calls.values()], arrays, rounds, warmup=3)
     passed_s, busy = time.perf_counter() - start_s, busy_s() - busy
     own = group.comm.allreduce(time.process_time() - own)
     ratio, least, most = ratio_interval(seconds[:, 0], seconds[:, 1])
-    medians = np.median(seconds, axis=0)
+    medians = dict(zip(calls, map(float, np.median(seconds, axis=0)), strict=True))
     return Cell(
         arrays.operation, 4 * arrays.n, codec, options.memory,
         "kept" if os.environ.get("MALLOC_MMAP_MAX_") == "0" else "as found",
         library_name(),
         group.size, group.nodes, options.link, "block" if options.stall_s is None else f"{options.stall_s:g} s",
-        options.tuning is not None, chosen(arrays, codec), rounds, float(medians[0]), float(medians[1]),
-        float(medians[2]) if options.gloo else None, ratio, least, most,
+        options.tuning is not None, chosen(arrays, codec), rounds, medians["library"], medians["auto"],
+        medians.get("gloo"), medians.get("bound"), ratio, least, most,
         max(0.0, busy - own) / (passed_s * (os.cpu_count() or 1)), repeated,
     )  # fmt: skip
 
@@ -309,7 +327,8 @@ def _shown(cell: Cell) -> str:
         return f"{(cell.auto_s - cell.library_s) * 1e6:+.1f} us"
     mark = "**" if cell.fails else ""
     gloo = "" if cell.gloo_s is None else f", gloo {cell.library_s / cell.gloo_s:.2f}"
-    return f"{mark}{cell.ratio:.2f}{mark} [{cell.least:.2f}, {cell.most:.2f}]{gloo}"
+    bound = "" if cell.bound_s is None else f", {100 * cell.bound_s / cell.auto_s:.0f} % of bound"
+    return f"{mark}{cell.ratio:.2f}{mark} [{cell.least:.2f}, {cell.most:.2f}]{gloo}{bound}"
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -325,7 +344,7 @@ def arguments() -> argparse.ArgumentParser:
     at.add_argument("--tuning", type=Path)
     at.add_argument("--link", default="", help="what the hosts' links carry, for the title")
     at.add_argument("--gloo", action="store_true")
-    at.add_argument("--seconds", type=float, default=0.5, help="for each cell, about (default: 0.5)")
+    at.add_argument("--seconds", type=float, default=0.3, help="for each cell, about (default: 0.3)")
     at.add_argument("--least-rounds", type=int, default=15)
     verbs.add_parser("table").add_argument("files", type=Path, nargs="+")
     return parser
