@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -33,10 +34,17 @@ def check_compiler() -> None:
             f"model.compile = true needs a C++ compiler, and {compiler!r} is not on PATH; install it (Debian and "
             f"Ubuntu: package g++), name another in CXX, {WAY_OUT}"
         )
+    folder = str(Path(torch.__file__).parent)
+    if " " in folder:  # which PyTorch hands to the compiler without quotes
+        raise ConfigError(
+            f"model.compile = true compiles with the headers of PyTorch, whose folder {folder!r} has a space; make the "
+            f"environment elsewhere, {WAY_OUT}"
+        )
     try:
         _compiled(lambda x: x.sin() + x.cos())(torch.zeros(64))
     except Exception as error:  # of any stage, from the tracer to the linker
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        lines = [type(error).__name__, *str(error).strip().splitlines()]
+        reason = next((line.strip() for line in lines if "error:" in line), lines[-1])
         raise ConfigError(f"model.compile = true, but torch.compile fails here: {reason}; {WAY_OUT}") from error
 
 

@@ -32,6 +32,7 @@ def loss_and_gradients(compiled: bool) -> list[torch.Tensor]:
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # of PyTorch about itself
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
+@pytest.mark.skipif(" " in torch.__file__, reason="PyTorch's compiler takes no folder with a space")
 def test_values_are_those_of_plain_blocks():
     check_compiler()
     frames = torch._dynamo.utils.counters["frames"]
@@ -44,6 +45,24 @@ def test_values_are_those_of_plain_blocks():
 def test_without_a_compiler_it_is_refused_and_the_fix_is_said(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler, and 'no-such-compiler' is not on PATH.*CXX.*false"):
+        check_compiler()
+
+
+def test_a_folder_that_the_compiler_cannot_take_is_named(monkeypatch):
+    monkeypatch.setattr(torch, "__file__", "/a folder/torch/__init__.py")
+    monkeypatch.setenv("CXX", "sh")
+    with pytest.raises(ConfigError, match=r"'/a folder/torch' has a space; make the environment elsewhere.*false"):
+        check_compiler()
+
+
+def test_what_the_compiler_says_is_said(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("backend 'inductor' raised:\nC++ error\nx.cpp:1:1: error: unknown type name 'x'\n1 error")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    monkeypatch.setenv("CXX", "sh")
+    monkeypatch.setattr(torch, "__file__", "/torch/__init__.py")
+    with pytest.raises(ConfigError, match=r"fails here: x\.cpp:1:1: error: unknown type name 'x'; or take"):
         check_compiler()
 
 
