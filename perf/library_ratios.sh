@@ -18,7 +18,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 root=$(dirname "$here")
 results=$here/library_ratios
 export OMP_NUM_THREADS=1
-found=(env -u MALLOC_MMAP_MAX_ -u MALLOC_TRIM_THRESHOLD_) # which jobscripts/local sets
+kept=(env MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=34359738368)
 
 say() { printf '[%s] %s\n' "$(date +%H:%M:%S)" "$*" >&2; }
 
@@ -40,9 +40,9 @@ on_node() { # RUN RANKS ARGUMENTS...: on both MPIs, with memory as found and kep
     local run=$1 ranks=$2 mpi
     shift 2
     for mpi in mpich openmpi; do
-        local launcher=(env HPCLLM_MPI=$mpi bash "$root/jobscripts/local/mpirun.sh" "$ranks")
-        measured "${run}_${mpi}_found" "${launcher[@]}" "${found[@]}" -- "$@"
-        measured "${run}_${mpi}_kept" "${launcher[@]}" -- "$@"
+        local launcher=(env "HPCLLM_MPI=$mpi" bash "$root/jobscripts/local/mpirun.sh" "$ranks")
+        measured "${run}_${mpi}_found" "${launcher[@]}" -- "$@"
+        measured "${run}_${mpi}_kept" "${launcher[@]}" "${kept[@]}" -- "$@"
     done
 }
 
@@ -85,7 +85,7 @@ part_tuned() {
 part_summary() {
     # shellcheck disable=SC2016 # expanded inside
     HPCLLM_MPI=openmpi bash "$root/jobscripts/local/mpirun.sh" 1 bash -c 'cd "$0" &&
-        python library_ratios.py table library_ratios/*.json >library_ratios.md.tmp &&
+        { sed "/^### /,\$d" library_ratios.md && python library_ratios.py table library_ratios/*.json; } >library_ratios.md.tmp &&
         mv library_ratios.md.tmp library_ratios.md' "$here"
 }
 

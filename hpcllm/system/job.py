@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import importlib
 import os
@@ -53,6 +54,9 @@ FORWARD_S = 0.5  # for the launcher to pass our last words on: an abort can over
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "FLUX_JOB_SIZE")
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "PALS_RANKID", "SLURM_PROCID", "FLUX_TASK_RANK")
 # of a frame: read after "Timeout" where the limit of the call has passed, after "Segmentation fault" where it crashed
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+MOST_TRIM_BYTES = 2**31 - 1  # an int
+
 WAITS_FOR_ALL = "which returns once all ranks have come to it"
 
 
@@ -146,6 +150,7 @@ def start_mpi(limit_s: float) -> MPI.Intracomm:
     from hpcllm.mpi.stuck_calls import watch_calls
     from hpcllm.mpi.wait import job_waits
 
+    keep_freed_memory()
     world: MPI.Intracomm = mpi.COMM_WORLD
     job_waits.limit_s = limit_s
     watch_calls(job_waits, world.rank, lambda message: _abort(world, message, 1))
@@ -154,6 +159,22 @@ def start_mpi(limit_s: float) -> MPI.Intracomm:
     atexit.unregister(_finalize)
     atexit.register(_finalize)
     return world
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what this process frees: it maps whatever takes 32 MiB and more anew each time otherwise.
+
+    The temporaries of an MPI library's long sums are such, and the kernel clears each of their pages again: of 64 MiB
+    on 2 ranks a sum takes twice as long then. The process keeps the most memory that it ever had. Not by the variables
+    that glibc reads at the start, for these hold while MPI starts, too: MPICH's PMI2 client then talked nonsense with
+    Slurm in some places. Does nothing where a user has set them, or where the C library is another.
+    """
+    if os.environ.keys() & {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}:
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, MOST_TRIM_BYTES)
 
 
 def _finalize() -> None:

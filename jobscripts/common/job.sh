@@ -179,7 +179,6 @@ hpcllm_prepare() { # modules, variables, environment
     local before
     before=$(mktemp)
     export -p >"$before"
-    hpcllm_malloc
     set +u # what modules run was not written for it
     hpcllm_modules
     hpcllm_variables

@@ -18,18 +18,12 @@ hpcllm_room() { # warn of a /dev/shm too small for N ranks with MIB each, as in 
     fi
 }
 
-hpcllm_malloc() { # ranks keep the memory that they free: glibc maps whatever takes 32 MiB and more anew at every call,
-    # the temporaries of an MPI library's long sums among them, and the kernel clears each page again
-    export MALLOC_MMAP_MAX_=${MALLOC_MMAP_MAX_:-0} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-34359738368}
-}
-
 hpcllm_mpirun() { # does not return
     local ranks=$1 cores
     shift
     cores=$(hpcllm_cores)
     # Ranks share the cores. With the default, each rank would start as many threads as there are cores.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
-    hpcllm_malloc
     # Both keep sockets under TMPDIR, whose whole path may have about 100 characters.
     if [ "$(printf %s "${TMPDIR:-}" | wc -c)" -gt 50 ]; then export TMPDIR=/tmp; fi
     "hpcllm_$(hpcllm_family)" "$ranks" "$@"

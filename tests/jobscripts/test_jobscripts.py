@@ -145,8 +145,6 @@ def test_a_dry_run_ends_with_the_command_of_all_ranks(script):
     for command, end in zip(commands, ends, strict=True):
         assert command[command.index("-m") + 1 :][: len(end)] == end
         assert any(word.startswith("OMP_NUM_THREADS=") for word in lines)
-    kept = [line.replace('"', "") for line in lines]
-    assert {"MALLOC_MMAP_MAX_=0", "MALLOC_TRIM_THRESHOLD_=34359738368"} <= set(kept)
 
 
 @pytest.mark.parametrize("folder", MACHINE_OF)
