@@ -10,8 +10,8 @@ A hand of its own: it shares nothing with `hpcllm perf`, which tuned what is jud
 
     ratio       median time of the library over the median of ours: above 1, ours is faster
     interval    95 % of 1,000 ratios of medians, of rounds drawn with replacement
-    bound       of an allreduce of shared arrays: all ranks at once copy as many bytes as it reads and writes, their
-                halves to and fro, so that memory is as far away as for the sum
+    copy        beside an allreduce of shared arrays: all ranks at once copy as many bytes as it reads and writes, their
+                halves to and fro. Not a bound: what a sum reads it writes back while a cache still has it
     a cell fails from 256 KiB up where the upper end of its interval is below 0.95, twice; below 256 KiB it fails where
     ours takes over 4 us more, as tried on one rank, whose calls no other rank delays
 
@@ -81,7 +81,7 @@ class Cell:
     library_s: float
     auto_s: float
     gloo_s: float | None
-    bound_s: float | None
+    copy_s: float | None
     ratio: float
     least: float
     most: float
@@ -146,7 +146,7 @@ class Arrays:
             "broadcast": lambda: broadcast(x, group, 0, codec),
         }[self.operation]
 
-    def bound(self) -> Call:
+    def copies(self) -> Call:
         """A copy of x's halves to and fro, which reads and writes what a rank does of a sum of arrays as long as x."""
         half = self.n // 2
         first, second = self.x[:half], self.x[half : 2 * half]
@@ -215,7 +215,7 @@ def measure(arrays: Arrays, codec: str, options: argparse.Namespace) -> Cell:
     if options.gloo:
         calls["gloo"] = arrays.gloo()
     if arrays.shared and arrays.operation == "allreduce":
-        calls["bound"] = arrays.bound()
+        calls["copy"] = arrays.copies()
     once = timed([*calls.values()], arrays, 3, 2)
     round_s = max(1e-6, float(np.median(once, axis=0).sum()))
     rounds = int(min(1000, max(options.least_rounds, options.seconds / round_s)))
@@ -239,7 +239,7 @@ def _measure_once(
         library_name(),
         group.size, group.nodes, options.link, "block" if options.stall_s is None else f"{options.stall_s:g} s",
         options.tuning is not None, chosen(arrays, codec), rounds, medians["library"], medians["auto"],
-        medians.get("gloo"), medians.get("bound"), ratio, least, most,
+        medians.get("gloo"), medians.get("copy"), ratio, least, most,
         max(0.0, busy - own) / (passed_s * (os.cpu_count() or 1)), repeated,
     )  # fmt: skip
 
@@ -301,16 +301,21 @@ def table(files: Sequence[Path]) -> Iterator[str]:
     cells = cells_of(files)
     for title in dict.fromkeys(map(_title, cells)):
         run = [cell for cell in cells if _title(cell) == title]
-        sizes = sorted({size_text(cell.size_bytes) for cell in run}, key=size_of)
+        sizes = sorted({_column(cell) for cell in run}, key=size_of)
         yield from (f"### {title}", "", f"| | {' | '.join(sizes)} |", f"|---|{'---:|' * len(sizes)}")
         for row in dict.fromkeys((cell.operation, cell.malloc) for cell in run):
-            found = {size_text(cell.size_bytes): cell for cell in run if (cell.operation, cell.malloc) == row}
+            found = {_column(cell): cell for cell in run if (cell.operation, cell.malloc) == row}
             shown = [_shown(found[size]) if size in found else "" for size in sizes]
             yield f"| {row[0]}, malloc {row[1]} | {' | '.join(shown)} |"
         percents = [100 * cell.others_share for cell in run]
         yield f"\nOther processes took {np.median(percents):.0f} % of the cores, at most {max(percents):.0f} %.\n"
     judged = [cell for cell in cells if cell.ranks > 1 and cell.size_bytes >= JUDGED_FROM_BYTES]
     yield f"{len(judged)} cells from 256 KiB up; {sum(cell.fails for cell in judged)} fail."
+
+
+def _column(cell: Cell) -> str:
+    """The size that was asked for, a power of two; an array is cut to a multiple of the ranks."""
+    return size_text(1 << (cell.size_bytes - 1).bit_length())
 
 
 def _title(cell: Cell) -> str:
@@ -327,8 +332,8 @@ def _shown(cell: Cell) -> str:
         return f"{(cell.auto_s - cell.library_s) * 1e6:+.1f} us"
     mark = "**" if cell.fails else ""
     gloo = "" if cell.gloo_s is None else f", gloo {cell.library_s / cell.gloo_s:.2f}"
-    bound = "" if cell.bound_s is None else f", {100 * cell.bound_s / cell.auto_s:.0f} % of bound"
-    return f"{mark}{cell.ratio:.2f}{mark} [{cell.least:.2f}, {cell.most:.2f}]{gloo}{bound}"
+    copy = "" if cell.copy_s is None else f", copy {cell.auto_s / cell.copy_s:.2f}"
+    return f"{mark}{cell.ratio:.2f}{mark} [{cell.least:.2f}, {cell.most:.2f}]{gloo}{copy}"
 
 
 def arguments() -> argparse.ArgumentParser:

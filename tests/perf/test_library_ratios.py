@@ -44,7 +44,7 @@ def test_every_cell_is_measured_and_shown(comm, ratios, tmp_path, memory):
         assert cell.least <= cell.ratio <= cell.most
         assert cell.ratio == pytest.approx(cell.library_s / cell.auto_s)
         assert cell.chosen.endswith("raw")
-        assert (cell.bound_s is not None) == (memory == "shared" and cell.operation == "allreduce")
+        assert (cell.copy_s is not None) == (memory == "shared" and cell.operation == "allreduce")
     lines = list(ratios.table([path]))
     assert lines[0].startswith("### ")
     assert f"{memory} memory" in lines[0]
