@@ -67,14 +67,20 @@ class Waits:
         self.total_s += time.perf_counter() - start
 
     def until(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Call done() again and again until it returns true. Raises StallError."""
-        if done():
-            return
-        start = time.perf_counter()
+        """Call done() again and again until it returns true. Raises StallError, also where MPI itself gives up."""
         try:
-            self._poll(done, what, start)
-        finally:
-            self.total_s += time.perf_counter() - start
+            if done():
+                return
+            start = time.perf_counter()
+            try:
+                self._poll(done, what, start)
+            finally:
+                self.total_s += time.perf_counter() - start
+        except MPI.Exception as error:
+            rank = MPI.COMM_WORLD.rank
+            raise StallError(
+                f"rank {rank}: MPI failed in the wait for {what()}: {error}; a rank or its node may be gone"
+            ) from error
 
     def allreduce(
         self, comm: MPI.Intracomm, values: NDArray[Any], what: Callable[[], str], op: MPI.Op = MPI.SUM

@@ -79,3 +79,13 @@ def test_a_late_message_ends_the_wait_and_its_time_is_counted(comm):
         waits.all([comm.Irecv(got, 0, 5)], never)
         assert np.all(got == comm.rank)
         assert waits.total_s > late_s / 2
+
+
+def test_a_wait_that_mpi_gives_up_has_a_name_too():
+    """By a call that MPI refuses: what a library says of a rank that is gone cannot be had at will."""
+    comm = MPI.COMM_SELF.Dup()
+    with pytest.raises(
+        StallError, match=r"^rank \d+: MPI failed in the wait for the words of rank 5: (?s:.*) be gone$"
+    ):
+        Waits(5.0).until(lambda: comm.Send(np.zeros(1), 99) is None, lambda: "the words of rank 5")
+    comm.Free()
