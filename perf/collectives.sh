@@ -18,18 +18,14 @@ root=$(dirname "$here")
 results=$here/collectives
 export OMP_NUM_THREADS=1
 
-say() { printf '[%s] %s\n' "$(date +%H:%M:%S)" "$*" >&2; }
+. "$here/parts.sh"
 
 measured() { # RUN LAUNCHER... -- ARGUMENTS of hpcllm.perf...
-    local run=$1 launcher=()
+    local run=$1 launcher arguments
     shift
-    while [ "$1" != -- ]; do
-        launcher+=("$1")
-        shift
-    done
-    shift
-    say "$run: $*"
-    "${launcher[@]}" python -m hpcllm.perf "$@" --json "$results/$run.json" --plot "$results/$run.png"
+    split_launcher "$@"
+    say "$run: ${arguments[*]}"
+    "${launcher[@]}" python -m hpcllm.perf "${arguments[@]}" --json "$results/$run.json" --plot "$results/$run.png"
 }
 
 on_hosts() { # RUN RANKS ARGUMENTS...
@@ -84,13 +80,4 @@ part_summary() {
 cd "$root"
 mkdir -p "$results"
 HPCLLM_MPI=openmpi bash jobscripts/local/setup.sh plot
-if [ $# = 0 ]; then set -- hosts levels settings codecs; fi
-for part in "$@"; do
-    if ! declare -F "part_$part" >/dev/null; then
-        echo "'$part' should be one of: hosts levels settings codecs summary" >&2
-        exit 2
-    fi
-done
-trap 'if [ "$(id -u)" = 0 ]; then bash "$here/cluster.sh" down; fi' EXIT
-for part in "$@"; do "part_$part"; done
-part_summary
+run_parts "hosts levels settings codecs" "$@"

@@ -3,7 +3,7 @@
     python perf/library_ratios.py measure --json FILE [...]     on each rank; collective
     python perf/library_ratios.py table FILE...                 Markdown of all files; alone
 
-A hand of its own: it shares nothing with `hpcllm perf`, which tuned what is judged here, but the library's buffers.
+A hand of its own: it times by nothing of `hpcllm perf`, which tuned what is judged here.
 
     round   0: fresh | library | fresh | auto | fresh | gloo       1: the other way round       2: as 0 ...
                      ^ a barrier, then each rank's own clock; the slowest rank counts
@@ -50,11 +50,13 @@ from hpcllm.collectives import (
 from hpcllm.collectives.tuning import load_tuning
 from hpcllm.collectives.window import free_shared
 from hpcllm.mpi.buffers import as_buffer
+from hpcllm.perf.arguments import parse_sizes
+from hpcllm.perf.records import size_text
 from hpcllm.system.text import counted
 
 OPERATIONS = ("allreduce", "reduce_scatter", "allgather", "alltoall", "broadcast")
 SIZES = "4K,64K,256K,1M,4M,16M,32M,64M"
-UNITS = {"K": 1 << 10, "M": 1 << 20}
+FLOAT_BYTES = 4
 JUDGED_FROM_BYTES = 256 << 10
 LEAST_RATIO = 0.95
 DRAWS = 1000
@@ -93,19 +95,11 @@ class Cell:
         return self.ranks > 1 and self.size_bytes >= JUDGED_FROM_BYTES and self.most < LEAST_RATIO
 
 
-def size_of(text: str) -> int:
-    return int(text[:-1]) * UNITS[text[-1]] if text[-1] in UNITS else int(text)
-
-
-def size_text(size_bytes: int) -> str:
-    return f"{size_bytes >> 20}M" if size_bytes % (1 << 20) == 0 else f"{size_bytes >> 10}K"
-
-
 class Arrays:
     """Arrays of one operation at one size, and the calls on them. Collective, as is `free`."""
 
     def __init__(self, operation: str, size_bytes: int, group: Group, shared: bool) -> None:
-        n = size_bytes // 4
+        n = size_bytes // FLOAT_BYTES
         n -= n % group.size if operation in ("alltoall", "allgather") else 0
         self.operation, self.group, self.n, self.shared = operation, group, n, shared
         self.ends = [n * rank // group.size for rank in range(group.size + 1)]
@@ -234,7 +228,7 @@ def _measure_once(
     ratio, least, most = ratio_interval(seconds[:, 0], seconds[:, 1])
     medians = dict(zip(calls, map(float, np.median(seconds, axis=0)), strict=True))
     return Cell(
-        arrays.operation, 4 * arrays.n, codec, options.memory,
+        arrays.operation, FLOAT_BYTES * arrays.n, codec, options.memory,
         "kept" if os.environ.get("MALLOC_MMAP_MAX_") == "0" else "as found",
         library_name(),
         group.size, group.nodes, options.link, "block" if options.stall_s is None else f"{options.stall_s:g} s",
@@ -256,8 +250,8 @@ def measure_all(options: argparse.Namespace) -> None:
         _open_gloo(group)
     cells: list[Cell] = []
     for operation in options.operations.split(","):
-        for size in options.sizes.split(","):
-            arrays = Arrays(operation, size_of(size), group, options.memory == "shared")
+        for size_bytes in parse_sizes(options.sizes, FLOAT_BYTES):
+            arrays = Arrays(operation, size_bytes, group, options.memory == "shared")
             for codec in options.codecs.split(","):
                 cells.append(measure(arrays, codec, options))
                 if group.rank == 0:
@@ -301,8 +295,8 @@ def table(files: Sequence[Path]) -> Iterator[str]:
     cells = cells_of(files)
     for title in dict.fromkeys(map(_title, cells)):
         run = [cell for cell in cells if _title(cell) == title]
-        sizes = sorted({_column(cell) for cell in run}, key=size_of)
-        yield from (f"### {title}", "", f"| | {' | '.join(sizes)} |", f"|---|{'---:|' * len(sizes)}")
+        sizes = sorted({_column(cell) for cell in run})
+        yield from (f"### {title}", "", f"| | {' | '.join(map(size_text, sizes))} |", f"|---|{'---:|' * len(sizes)}")
         for row in dict.fromkeys((cell.operation, cell.malloc) for cell in run):
             found = {_column(cell): cell for cell in run if (cell.operation, cell.malloc) == row}
             shown = [_shown(found[size]) if size in found else "" for size in sizes]
@@ -313,9 +307,9 @@ def table(files: Sequence[Path]) -> Iterator[str]:
     yield f"{len(judged)} cells from 256 KiB up; {sum(cell.fails for cell in judged)} fail."
 
 
-def _column(cell: Cell) -> str:
-    """The size that was asked for, a power of two; an array is cut to a multiple of the ranks."""
-    return size_text(1 << (cell.size_bytes - 1).bit_length())
+def _column(cell: Cell) -> int:
+    """The size in bytes that was asked for, a power of two; an array is cut to a multiple of the ranks."""
+    return 1 << (cell.size_bytes - 1).bit_length()
 
 
 def _title(cell: Cell) -> str:

@@ -20,19 +20,15 @@ results=$here/library_ratios
 export OMP_NUM_THREADS=1
 kept=(env MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=34359738368)
 
-say() { printf '[%s] %s\n' "$(date +%H:%M:%S)" "$*" >&2; }
+. "$here/parts.sh"
 
 measured() { # RUN LAUNCHER... -- ARGUMENTS of library_ratios.py measure...
-    local run=$1 launcher=()
+    local run=$1 launcher arguments
     shift
-    while [ "$1" != -- ]; do
-        launcher+=("$1")
-        shift
-    done
-    shift
+    split_launcher "$@"
     if [ -e "$results/$run.json" ]; then return; fi
     say "$run"
-    "${launcher[@]}" python "$here/library_ratios.py" measure --json "$results/$run.part" "$@" >&2
+    "${launcher[@]}" python "$here/library_ratios.py" measure --json "$results/$run.part" "${arguments[@]}" >&2
     mv "$results/$run.part" "$results/$run.json"
 }
 
@@ -92,13 +88,4 @@ part_summary() {
 cd "$root"
 mkdir -p "$results"
 for mpi in mpich openmpi; do HPCLLM_MPI=$mpi bash jobscripts/local/setup.sh test; done
-if [ $# = 0 ]; then set -- dispatch node shared limits gloo hosts rates tuned; fi
-for part in "$@"; do
-    if ! declare -F "part_$part" >/dev/null; then
-        echo "'$part' should be one of: dispatch node shared limits gloo hosts rates tuned summary" >&2
-        exit 2
-    fi
-done
-trap 'if [ "$(id -u)" = 0 ]; then bash "$here/cluster.sh" down; fi' EXIT
-for part in "$@"; do "part_$part"; done
-part_summary
+run_parts "dispatch node shared limits gloo hosts rates tuned" "$@"

@@ -91,8 +91,7 @@ def _row(x: torch.Tensor, group: Group, codec: Codec, grid: Grid, length: int) -
     what = f"a grid sum over {group.size} ranks, along a row"
     team = Team("row", group, end - first, group.rank - first, lambda place: first + place, what)
     split = split_strips(x.numel(), length, grid.columns, codec.block)
-    strips = -(-x.numel() // length)
-    return Work(x, codec, team, split, strips, split.longest(length), split.parts_of(length))
+    return Work.on_split(x, codec, team, split, -(-x.numel() // length), length)
 
 
 def _column(row: Work, grid: Grid, place: int) -> Work:
@@ -101,4 +100,4 @@ def _column(row: Work, grid: Grid, place: int) -> Work:
     what = f"a grid sum over {group.size} ranks, along a column"
     team = Team("column", group, rows, grid.row_of(group.rank), lambda number: grid.row(number)[0] + place, what)
     split = Split(lambda strip: row.parts.part(strip, place), rows, row.codec.block)
-    return Work(row.x, row.codec, team, split, row.strips, split.longest(row.longest), split.parts_of(row.longest))
+    return Work.on_split(row.x, row.codec, team, split, row.strips, row.longest)

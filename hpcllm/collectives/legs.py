@@ -25,6 +25,7 @@ from mpi4py import MPI
 from hpcllm.codecs.casts import Raw
 from hpcllm.codecs.protocol import Codec
 from hpcllm.collectives.group import Group
+from hpcllm.collectives.strips import Split
 from hpcllm.collectives.wire import Slots, padded
 from hpcllm.mpi.message_memory import StagedCodec
 
@@ -68,6 +69,11 @@ class Work:
     strips: int
     longest: int
     most: int
+
+    @classmethod
+    def on_split(cls, x: torch.Tensor, codec: Codec, team: Team, split: Split, strips: int, length: int) -> Work:
+        """Return the work on parts of strips of at most `length` values."""
+        return cls(x, codec, team, split, strips, split.longest(length), split.parts_of(length))
 
     @property
     def slot_bytes(self) -> int:

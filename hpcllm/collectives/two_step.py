@@ -53,7 +53,7 @@ def two_step_turns(x: torch.Tensor, group: Group, codec: Codec, length: int = 0)
     n, size = x.numel(), group.size
     length = length or strips.strip_values(n, size, codec.block, x.is_cpu)
     split = strips.split_strips(n, length, size, codec.block)
-    work = Work(x, codec, _everybody(group), split, -(-n // length), split.longest(length), split.parts_of(length))
+    work = Work.on_split(x, codec, _everybody(group), split, -(-n // length), length)
     if size == 1 or not work.strips:
         return
     addends, sums = Addends(work), Sums(work)
