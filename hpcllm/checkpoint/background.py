@@ -6,11 +6,19 @@
                                                      |                        |
     thread                                           plan (once), write, tidy-'       on a communicator of its own
 
-From a device the copy is handed to its stream, before the next step's work, and the thread waits for it: the loop does
-not. Every rank begins a write after the same step, and looks at its end after the same step too: whether a rank is done
-goes through the sum that ends each step anyway. A write that failed raises the same error on all ranks; a rank that
-failed alone raises at once, and the job ends there. Needs MPI_THREAD_MULTIPLE: where the library gives less,
-and with `asynchronous` off, the same write is made in the loop, from the memory itself.
+From a device the copy is handed to a stream of its own, which carries it while the next step computes. That step's
+update waits for it on the device (`before_update`), and the thread on the host: the loop waits for nothing.
+
+    compute   step | residuals | next step: forward, backward       | its update
+                               `- event -.                          `- waits for the event
+    copy                                 | model, moments | event --'
+
+Residuals of error feedback, which the backward pass changes, are copied before it.
+
+Every rank begins a write after the same step, and looks at its end after the same step too: whether a rank is done goes
+through the sum that ends each step anyway. A write that failed raises the same error on all ranks; a rank that failed
+alone raises at once, and the job ends there. Needs MPI_THREAD_MULTIPLE: where the library gives less, and with
+`asynchronous` off, the same write is made in the loop, from the memory itself.
 """
 
 from __future__ import annotations
@@ -19,7 +27,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +38,7 @@ from mpi4py import MPI
 from hpcllm.checkpoint.layout import Attribute
 from hpcllm.checkpoint.plan import Plan
 from hpcllm.checkpoint.slabs import Slab
-from hpcllm.checkpoint.state import LocalSlabs, arrays_of
+from hpcllm.checkpoint.state import FEEDBACK, LocalSlabs, arrays_of
 from hpcllm.checkpoint.writer import WriteReport, prepare, write
 from hpcllm.collectives.worker import can_thread, run_in_order
 from hpcllm.config.schema import CheckpointConfig
@@ -81,7 +89,8 @@ class Background:
     tidy: Callable[[], str]
     _plan: Plan | None = None
     _copies: dict[Slab, torch.Tensor] = field(default_factory=dict)
-    _copied: torch.Event | None = None  # None: the CPU copied, and is done when it goes on
+    _stream: torch.Stream | None = None  # carries copies of a device
+    _is_reading: bool = False  # the copy stream may still read the memory itself
     _underway: _Underway | None = None
 
     def __post_init__(self) -> None:
@@ -90,7 +99,8 @@ class Background:
     @property
     def copy_bytes(self) -> int:
         """Host memory that the copy takes; 0 before there is one."""
-        return sum(_room(copy) for copy in self._copies.values())
+        pieces = {copy.untyped_storage().data_ptr(): copy.untyped_storage().nbytes() for copy in self._copies.values()}
+        return sum(pieces.values())
 
     @property
     def is_writing(self) -> bool:
@@ -119,12 +129,13 @@ class Background:
         before = self.finish()
         began_s = time.perf_counter()
         log.debug("begins to write %s", path)
-        tensors = self._copy(held.tensors) if self.asynchronous and (goes_on or self._copied) else held.tensors
+        copies = self.asynchronous and (goes_on or self._stream is not None)
+        tensors, done = self._copy(held.tensors) if copies else (held.tensors, _recorded(held.tensors))
 
         def job() -> tuple[WriteReport, float]:
-            if self._copied:
-                torch.accelerator.set_device_index(self._copied.device)  # a new thread starts with device 0
-                self._copied.synchronize()
+            if done:
+                torch.accelerator.set_device_index(done.device)  # a new thread starts with device 0
+                done.synchronize()
             on_root(self.comm, self.check)  # before gigabytes are written in vain
             if self._plan is None:
                 self._plan = prepare(self.comm, held.specs, held.tensors.keys())
@@ -150,30 +161,87 @@ class Background:
         log.debug("wrote %s: %d bytes", now.path, report.bytes)
         return Written(now.step, report, ended_s - now.began_s, now.waited_s)
 
-    def _copy(self, tensors: Mapping[Slab, torch.Tensor]) -> dict[Slab, torch.Tensor]:
-        """Copies in host memory, which are complete once `_copied` has come."""
-        device = next((tensor.device for tensor in tensors.values() if not tensor.is_cpu), None)
+    def before_update(self) -> None:
+        """Let what the device is told after this wait until the last copy has read the memory. Not collective."""
+        if self._stream and self._is_reading:
+            torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
+            self._is_reading = False
+
+    def _copy(self, tensors: Mapping[Slab, torch.Tensor]) -> tuple[dict[Slab, torch.Tensor], torch.Event | None]:
+        """Copy to host memory; returns the copies, and the event by which they are complete, None: they are now."""
+        device = _device_of(tensors)
         if not self._copies:
             self._copies = _buffers(tensors, pinned=device is not None)
-            self._copied = torch.Event(device) if device else None
-        for slab, tensor in tensors.items():
-            self._copies[slab].copy_(tensor, non_blocking=True)
-        if self._copied:
-            self._copied.record()
-        return self._copies
+            self._stream = torch.Stream(device) if device else None
+        changed_soon = [slab for slab in tensors if slab.dataset == FEEDBACK]
+        _fill(self._copies, tensors, changed_soon if self._stream else tensors)
+        if not self._stream:
+            return self._copies, None
+        self._stream.wait_stream(torch.accelerator.current_stream(device))
+        with self._stream:
+            _fill(self._copies, tensors, [slab for slab in tensors if slab.dataset != FEEDBACK])
+            self._is_reading = True
+            return self._copies, _recorded(tensors)
+
+
+def _fill(copies: Mapping[Slab, torch.Tensor], tensors: Mapping[Slab, torch.Tensor], slabs: Iterable[Slab]) -> None:
+    for slab in slabs:
+        copies[slab].copy_(tensors[slab], non_blocking=True)
+
+
+def _device_of(tensors: Mapping[Slab, torch.Tensor]) -> torch.device | None:
+    """Return the device that some of the tensors are on, None if all are on the CPU."""
+    return next((tensor.device for tensor in tensors.values() if not tensor.is_cpu), None)
+
+
+def _recorded(tensors: Mapping[Slab, torch.Tensor]) -> torch.Event | None:
+    """Return an event at the end of the current stream of the tensors' device; None if they are on the CPU."""
+    if (device := _device_of(tensors)) is None:
+        return None
+    event = torch.Event(device, enable_timing=False)
+    event.record(torch.accelerator.current_stream(device))
+    return event
 
 
 def _buffers(tensors: Mapping[Slab, torch.Tensor], pinned: bool) -> dict[Slab, torch.Tensor]:
-    """Make a tensor in host memory for each. Pinned memory comes in powers of two anyway, so all pieces are such."""
-    left = sum(_room(tensor) for tensor in tensors.values())
-    found, piece, place = {}, torch.empty(0, dtype=torch.uint8), 0
-    for slab, tensor in tensors.items():
-        if piece.numel() - place < tensor.nbytes:
-            size = 1 << (max(tensor.nbytes, min(left, PIECE_BYTES)) - 1).bit_length()
-            piece, place = torch.empty(size, dtype=torch.uint8, pin_memory=pinned), 0
-        found[slab] = piece[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        place, left = place + _room(tensor), left - _room(tensor)
+    """Make a tensor in host memory for each.
+
+    Pinned memory comes in powers of two anyway, so all pieces are such: each of the size that has the least room left
+    once it is filled, the largest tensor first.
+    """
+    left = sorted(tensors, key=lambda slab: -tensors[slab].nbytes)
+    found = {}
+    while left:
+        size, inside = _fullest(left, tensors)
+        piece, place = torch.empty(size, dtype=torch.uint8, pin_memory=pinned), 0
+        for slab in inside:
+            tensor = tensors[slab]
+            found[slab] = piece[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            place += _room(tensor)
+        left = [slab for slab in left if slab not in found]
     return found
+
+
+def _fullest(slabs: Sequence[Slab], tensors: Mapping[Slab, torch.Tensor]) -> tuple[int, list[Slab]]:
+    """Return the size of a piece of memory for some of these slabs, and those that lie in it."""
+    rooms = [_room(tensors[slab]) for slab in slabs]
+    most = _power_above(sum(rooms))
+    size, least = most, min(most, max(PIECE_BYTES, _power_above(rooms[0])))
+    best: tuple[float, int, list[Slab]] = (0.0, 0, [])
+    while size >= least:
+        inside, taken = [], 0
+        for slab, room in zip(slabs, rooms, strict=True):
+            if taken + room <= size:
+                inside.append(slab)
+                taken += room
+        best = max(best, (taken / size, size, inside), key=lambda one: one[:2])
+        size //= 2
+    return best[1], best[2]
+
+
+def _power_above(size_bytes: int) -> int:
+    """Return the least power of two that is at least this, 1 at least."""
+    return 1 << max(size_bytes - 1, 0).bit_length()
 
 
 def _room(tensor: torch.Tensor) -> int:

@@ -49,6 +49,7 @@ Bytes = bytes | bytearray | memoryview
 MODEL, MASTER = "model", "optimizer/master"  # master: fp32, where it is not the model itself
 EXP_AVG, EXP_AVG_SQ = "optimizer/exp_avg", "optimizer/exp_avg_sq"
 TOKENIZER = "tokenizer"
+TEMPLATE, TEMPLATE_VARIABLES = "data/template", "data/template_variables"  # attributes of a run on chats
 END_OF_TEXT = "<|end_of_text|>"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|endoftext|>", "</s>")  # of tokenizers: ours and Llama 3, GPT-2, RoBERTa
 CHECKSUMS, PACKED = "checksums", "packed"

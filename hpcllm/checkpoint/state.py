@@ -7,7 +7,8 @@
     /feedback/surplus  @layout                     residuals of error feedback: [ rank 0: bucket 0 | .. ][ rank 1: ..
     /tokenizer                                     its JSON, as bytes
     /data@position   /rng@seed                     all that sampler and random numbers need
-    /run@{step,updates,config,written_at,loss_scale,good_steps,validation_loss}  /run/mesh  /run/versions
+    /data@{template,template_variables}            of a run on chats: how messages become text, in Jinja and JSON
+    /run@{step,updates,config,written_at,loss_scale,good_steps,validation_loss,base}  /run/mesh  /run/versions
 
 Replicas share the writing: each brings pieces, which together are all of the state once. A piece is a range of a flat
 bucket, cut anywhere between dp replicas; under tp the parameter itself is rows or columns of the global tensor:
@@ -19,7 +20,8 @@ A residual is what one rank's codec left out of its own addends, so unlike weigh
 each range: on the same layout the residual comes back bit for bit, on any other it begins anew at zero, which is always
 valid (collectives/feedback.py), and the run says so.
 
-One file is all that `generate` and a resumed run need; restore.py reads it.
+One file is all that `generate` and a resumed run need; restore.py reads it. Of a run with adapters it holds these
+alone; /run@base is the fingerprint of the frozen weights beside, run.start_from (huggingface/base.py).
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ from __future__ import annotations
 import datetime
 import hashlib
 import importlib.metadata
+import json
 import platform
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +45,7 @@ from torch import Tensor
 
 import hpcllm
 from hpcllm.checkpoint.folder import file_name
-from hpcllm.checkpoint.layout import TOKENIZER, Attribute, DatasetSpec
+from hpcllm.checkpoint.layout import TEMPLATE, TEMPLATE_VARIABLES, TOKENIZER, Attribute, DatasetSpec
 from hpcllm.checkpoint.slabs import Slab, boxes, whole
 from hpcllm.checkpoint.writer import WriteReport, prepare, write
 from hpcllm.errors import CheckpointError, DataError
@@ -69,6 +72,7 @@ class RunFacts:
     loss_scale: float = 1.0  # of fp16 gradients
     good_steps: int = 0  # without overflow since it last changed
     fingerprint: str  # of the token store it was trained on; empty if it was not
+    base: str = ""  # fingerprint of the frozen weights that the file's adapters belong to; empty: it has no adapters
     config: dict[str, Any]  # config.to_tables, for config.from_tables
     mesh: Mapping[str, int]  # axis -> ranks, at the time of writing
 
@@ -84,6 +88,7 @@ class RunFacts:
             "data/position": self.position,
             "data/fingerprint": self.fingerprint,
             "rng/seed": int(self.config["run"]["seed"]),
+            **({"run/base": self.base} if self.base else {}),
             **{f"run/mesh/{axis}": size for axis, size in self.mesh.items()},
             **{f"run/versions/{name}": version for name, version in versions().items()},
         }
@@ -149,10 +154,16 @@ class RunState(RunFacts):
     owned: frozenset[str]  # names that this stage writes: a tied embedding is on two stages, one owns it
     residuals: Residuals | None = None  # None: there are none, or they are not kept
     tokenizer_json: str
+    template: str = ""  # of the chats that it was trained on
+    template_variables: Mapping[str, str] = field(default_factory=dict)
 
     def attributes(self) -> dict[str, Attribute]:
-        measured = {} if self.validation_loss is None else {"run/validation_loss": self.validation_loss}
-        return super().attributes() | measured | (self.residuals.attributes() if self.residuals else {})
+        found = super().attributes() | (self.residuals.attributes() if self.residuals else {})
+        if self.validation_loss is not None:
+            found["run/validation_loss"] = self.validation_loss
+        if self.template:
+            found |= {TEMPLATE: self.template, TEMPLATE_VARIABLES: json.dumps(dict(self.template_variables))}
+        return found
 
 
 @dataclass(frozen=True)
@@ -181,6 +192,7 @@ def facts(checkpoint: Checkpoint) -> RunFacts:
             loss_scale=float(attributes["run/loss_scale"]),
             good_steps=_count(attributes["run/good_steps"]),
             fingerprint=str(attributes["data/fingerprint"]),
+            base=str(attributes.get("run/base", "")),
             config=config,
             mesh={key[9:]: _count(value) for key, value in attributes.items() if key.startswith("run/mesh/")},
         )

@@ -128,12 +128,17 @@ def diff(arguments: argparse.Namespace) -> int:
 def _add_convert_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Convert a Hugging Face folder (safetensors; GPT-2, GPT-NeoX, Llama, Mistral, Qwen2) into a checkpoint, or a "
-        "checkpoint into such a folder. Ranks share the work under mpirun or srun; the model need not fit in memory."
+        "checkpoint into such a folder; a folder of PEFT's into a checkpoint of adapters. Ranks share the work under "
+        "mpirun or srun; the model need not fit in memory."
     )
     add = parser.add_argument
-    add("source", type=file_or_folder, metavar="SOURCE", help=f"a folder with config.json, or {NAMED}")
+    add("source", type=file_or_folder, metavar="SOURCE", help=f"a folder with config.json or PEFT's, or {NAMED}")
     add("target", type=file_or_folder, metavar="TARGET", help="the file.h5 or the folder to write; must be new")
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="", help="round to it (default: keep)")
+    words = "write a run's low-rank adapters as a folder of PEFT's (default: merged into their base)"
+    add("--adapter", action="store_true", help=words)
+    words = "where the base of adapters lies now (default: where it lay)"
+    add("--base", type=file_or_folder, metavar="PATH", help=words)
     words = "write a folder as gpt2, gpt_neox, llama, mistral or qwen2 (default: what it came as, else the first "
     add("--architecture", default="", metavar="NAME", help=words + "that can say the model)")
     words = "at most so much in a file of a folder (default: 5)"
@@ -146,7 +151,7 @@ def convert(arguments: argparse.Namespace) -> int:
     def job(comm: MPI.Intracomm | None) -> int:
         from hpcllm.checkpoint.huggingface.convert import convert as convert_weights
 
-        keys = ("source", "target", "dtype", "architecture", "shard_gb")
+        keys = ("source", "target", "dtype", "architecture", "shard_gb", "adapter", "base")
         with _progress("converting", 0, comm) as bar:
             report = convert_weights(comm=comm, advance=bar, **{key: getattr(arguments, key) for key in keys})
         if _speaks(comm):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from hpcllm.mpi.mesh import Mesh
 
-KEYS = ("prompt", "tokens", "temperature", "top_k", "seed", "precision", "device")
+KEYS = ("prompt", "chat", "tokens", "temperature", "top_k", "seed", "precision", "device")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, words = parser.add_argument, "a checkpoint, a run folder, or a Hugging Face folder"
     add("checkpoint", type=file_or_folder, metavar="CHECKPOINT", help=words)
     add("--prompt", required=True, help="the text to continue")
+    words = "the prompt is what a user says: rendered by the chat template of the model, and answered"
+    add("--chat", action="store_true", help=words)
     add("--tokens", type=whole(0, 1 << 30), default=200, metavar="N", help="at most so many new tokens (default: 200)")
     add("--temperature", type=real(Range(0, 1e9)), default=0.8, help="0: always the likeliest token (default: 0.8)")
     add("--top-k", type=whole(0, 1 << 24), default=50, help="draw from the likeliest only; 0: from all (default: 50)")
@@ -89,7 +91,7 @@ def _generate(arguments: argparse.Namespace, mesh: Mesh | None) -> None:
     prints = mesh is None or mesh.world.rank == 0
     report: dict[str, Any] = {}
     pieces = _timed(arguments.prompt, pieces, loaded_s - start_s, report)
-    for piece in itertools.chain([arguments.prompt], pieces):
+    for piece in itertools.chain([] if arguments.chat else [arguments.prompt], pieces):
         if prints and not is_json_alone(arguments):
             print(harmless(piece) if sys.stdout.isatty() else piece, end="", flush=True)
     if prints and not is_json_alone(arguments):

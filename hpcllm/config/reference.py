@@ -11,7 +11,6 @@ the same words. Pure: imports neither torch nor mpi4py.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import fnmatch
 import io
 import json
@@ -41,22 +40,21 @@ class Key(NamedTuple):
 
     @property
     def table(self) -> str:
-        return self.key.partition(".")[0]
+        return self.key.rpartition(".")[0]
 
     @property
     def name(self) -> str:
-        return self.key.partition(".")[2]
+        return self.key.rpartition(".")[2]
 
 
 @cache
 def keys() -> tuple[Key, ...]:
     """List the keys of a run file, in the order of the schema."""
     comments, found = _comments(), []
-    for section in dataclasses.fields(schema.Config):
-        kind = typing.cast(Any, section.default_factory)
+    for title, kind in schema.sections().items():
         types = typing.get_type_hints(kind)
-        for field in dataclasses.fields(kind):
-            key, declared = f"{section.name}.{field.name}", types[field.name]
+        for field in schema.plain_keys(kind):
+            key, declared = f"{title}.{field.name}", types[field.name]
             about = comments.get((kind.__name__, field.name), "")
             found.append(Key(key, _type(declared), _toml(field.default), about, _valid(key, declared)))
     return tuple(found)

@@ -99,6 +99,9 @@ RANGES = {  # key -> range of its number
     **_between(0, 10**6, "optimizer.weight_decay"),
     **_between(0, 10**9, "optimizer.clip_norm"),
     **_between(1, 1 << 40, "precision.loss_scale"),
+    # fine-tuning
+    **_between(0, 1 << 16, "finetuning.adapter.rank"),
+    **_above(0, 10**6, "finetuning.adapter.alpha finetuning.beta"),
     # messages, files, time, money
     **_above(0, 1 << 20, "communication.bucket_mib"),
     **_between(1, 10**6, "checkpoint.keep"),
@@ -109,6 +112,7 @@ RANGES = {  # key -> range of its number
     **_between(0, 10**9, "limits.wall_s limits.margin_s energy.price_per_kwh energy.price_per_node_hour"),
 }
 TRACKERS = ("tensorboard", "wandb", "mlflow")
+LAYERS = ("query", "key", "value", "output", "gate", "up", "down")  # linear layers of a block
 RULES: dict[str, Rule] = {  # key -> the rule that its value decides alone
     **{key: (str(valid), valid.__contains__) for key, valid in RANGES.items()},
     **_paths("run.folder run.start_from run.machine data.store pipeline.file communication.tuning"),
@@ -136,6 +140,10 @@ RULES: dict[str, Rule] = {  # key -> the rule that its value decides alone
     "log.trackers": (
         f"any of {', '.join(TRACKERS)}, each once",
         lambda v: set(v) <= set(TRACKERS) and len(set(v)) == len(v),
+    ),
+    "finetuning.adapter.targets": (
+        f"some of {', '.join(LAYERS)}, each once",
+        lambda v: 0 < len(v) == len(set(v)) and set(v) <= set(LAYERS),
     ),
     "log.trace_steps": ("steps, from 1 to 1e9", lambda v: all(1 <= step <= 10**9 for step in v)),
 }

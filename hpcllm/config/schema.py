@@ -3,8 +3,9 @@
     run.toml  +  --set key=value  ->  Config  ->  run.toml in the run folder, /run in each checkpoint
 
 Each table of the file is one dataclass below; a field is a key, its default the default of the key, its name carries
-the unit. Unknown keys, wrong types and impossible values raise ConfigError with the key, the value and what would be
-valid. Pure: imports neither torch nor mpi4py, so `--help` and wrong files answer at once.
+the unit; a field that is a dataclass is a table inside the table. Unknown keys, wrong types and impossible values raise
+ConfigError with the key, the value and what would be valid. Pure: imports neither torch nor mpi4py, so `--help` and
+wrong files answer at once.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from typing import Any, Literal
 from hpcllm.config.input_files import read_text
 from hpcllm.config.names import closest, key_meant, nearest
 from hpcllm.config.policies import TRAFFIC, codecs_of
-from hpcllm.config.rules import checked, divisors, typed
+from hpcllm.config.rules import LAYERS, checked, divisors, typed
 from hpcllm.errors import ConfigError
 
+GROUP = 64  # inputs of a frozen weight of 8 or 4 bits that have one scale
 SHARED_OUT = ("ring", "two_step", "node_window", "native")  # algorithms that give each replica its share of a sum
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # precision.compute -> name of the dtype
 RETIRED = {"energy.sysfs", "log.tensorboard"}  # keys of files of older versions that decide nothing now: ignored
@@ -38,6 +40,7 @@ class RunConfig:
     start_from: str = ""  # a Hugging Face folder or a checkpoint whose model the run begins with
     machine: str = ""  # a name from machines/ or a path to such a TOML file; its peak gives MFU
     device: Literal["auto", "cpu", "gpu"] = "auto"  # auto: a GPU where PyTorch sees one (CUDA, ROCm, XPU), else the CPU
+    deterministic: bool = True  # sums of a device have one order; false: faster attention, other bits in each run
     requeue: bool = False  # a job that ends before run.steps puts itself back into the batch system's queue
 
 
@@ -91,6 +94,8 @@ class DataConfig:
     store: str = ""  # the file that `prepare` wrote
     sequence_length: int = 256  # tokens a sample
     global_batch: int = 32  # samples a step, over all ranks
+    document_mask: bool = True  # documents of a sample do not see each other, and positions begin anew in each
+    packing: Literal["stream", "best-fit"] = "stream"  # documents run on over samples, or stay whole where they fit
     validation_sequences: int = 1024  # at most this many held-out samples are scored
 
 
@@ -151,10 +156,27 @@ class CommunicationConfig:
     algorithm: Literal[
         "auto", "ring", "two_step", "grid", "recursive_doubling", "rabenseifner", "node_window", "two_level", "native"
     ] = "auto"  # of the gradient sum over dp
-    bucket_mib: float = 16.0  # gradients are summed in pieces of about this size
+    bucket_mib: float = 16.0  # gradients are summed in pieces of about this size, the first and the last ones shorter
     tuning: str = ""  # a file that `python -m hpcllm.perf tune` wrote; auto decides by it
     hash_every_steps: int = 100  # replicas compare a hash of what they hold, before each save too; 0: only then
     gpu_aware: Literal["auto", "yes", "no"] = "auto"  # may MPI read device memory; auto: tried out at the start
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Low-rank adapters: a layer's weight is frozen, and alpha / rank times a product of two thin matrices is added."""
+
+    rank: int = 0  # of the product that is added to a weight; 0: no adapters, all weights are trained
+    alpha: float = 16.0  # the product is multiplied by alpha / rank
+    targets: tuple[str, ...] = LAYERS  # linear layers of each block that have one
+    base: Literal["compute", "bf16", "int8", "int4"] = "compute"  # how frozen weights are held; as they compute
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuningConfig:
+    kind: Literal["none", "supervised", "dpo"] = "none"  # what `hpcllm finetune` learns from: chats, or preferences
+    beta: float = 0.1  # dpo: how dear it is to leave the reference, the weights that the run began with
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +224,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+    finetuning: FinetuningConfig = field(default_factory=FinetuningConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
@@ -236,29 +259,36 @@ def _curly_quote(text: str) -> str:
     return ""
 
 
-def _sections() -> dict[str, type]:
-    return {f.name: typing.cast(type, f.default_factory) for f in dataclasses.fields(Config)}
+def sections(kind: type = Config, above: str = "") -> dict[str, type]:
+    """Map the title of each table, "finetuning.adapter" for one inside another, to its dataclass, in order."""
+    found: dict[str, type] = {}
+    for title, inner in ((above + f.name, typing.cast(type, f.default_factory)) for f in dataclasses.fields(kind)):
+        if dataclasses.is_dataclass(inner):
+            found |= {title: inner, **sections(inner, f"{title}.")}
+    return found
+
+
+def plain_keys(kind: type) -> list[dataclasses.Field[Any]]:
+    """List the keys of a table that are no tables."""
+    return [each for each in dataclasses.fields(kind) if not dataclasses.is_dataclass(each.default_factory)]
 
 
 def _kind(section: str, key: str) -> Any:
     """The declared type of a key, None if there is no such key."""
-    sections = _sections()
-    return typing.get_type_hints(sections[section]).get(key) if section in sections else None
+    kind = sections().get(section)
+    return typing.get_type_hints(kind).get(key) if kind else None
 
 
 def from_tables(tables: dict[str, Any]) -> Config:
     """Check nested dicts and make a Config of them: names, types, values, then keys together. Raises ConfigError."""
-    sections = _sections()
+    kinds = {title: kind for title, kind in sections().items() if "." not in title}
     values = {}
     for name, table in {"model": {}, **tables}.items():  # a preset holds even where the table is left out
-        if name not in sections:
-            keys = table if isinstance(table, dict) and not closest(name, sections) else []
+        if name not in kinds:
+            keys = table if isinstance(table, dict) and not closest(name, kinds) else []
             hint = next((found for key in keys or [name] if (found := _meant(f"{name}.{key}" if keys else name))), "")
-            raise ConfigError(f"unknown table [{name}]; {hint}{nearest(name, sections)}")
-        if not isinstance(table, dict):
-            raise ConfigError(f"{name} = {table!r} should be a table: write [{name}] and its keys below it")
-        live = {key: value for key, value in table.items() if f"{name}.{key}" not in RETIRED}
-        values[name] = _section(name, sections[name], live)
+            raise ConfigError(f"unknown table [{name}]; {hint}{nearest(name, kinds)}")
+        values[name] = _section(name, kinds[name], table)
     config = Config(**values)
     if not (config.run.start_from and config.model == ModelConfig()):  # else once the model is known
         check_together(config)
@@ -272,7 +302,7 @@ def to_tables(config: Config) -> dict[str, dict[str, Any]]:
 
 def key_names() -> list[str]:
     """List every key with its table, in the order of the schema."""
-    return [f"{name}.{key.name}" for name, kind in _sections().items() for key in dataclasses.fields(kind)]
+    return [f"{title}.{key.name}" for title, kind in sections().items() for key in plain_keys(kind)]
 
 
 def _meant(word: str) -> str:
@@ -292,7 +322,10 @@ def preset(name: str) -> dict[str, Any]:
     return tomllib.loads((PRESETS / f"{name.lower()}.toml").read_text(encoding="utf-8"))
 
 
-def _section(name: str, kind: type, table: dict[str, Any]) -> Any:
+def _section(name: str, kind: type, table: Any) -> Any:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{name} = {table!r} should be a table: write [{name}] and its keys below it")
+    table = {key: value for key, value in table.items() if f"{name}.{key}" not in RETIRED}
     if name == "model":
         name_of_preset = typed("model.preset", table.get("preset", "tiny"), str).lower()
         table = {**preset(name_of_preset), **table, "preset": name_of_preset}
@@ -300,13 +333,19 @@ def _section(name: str, kind: type, table: dict[str, Any]) -> Any:
     for key in table:
         if key not in types:
             raise ConfigError(f"unknown key {name}.{key}; {_meant(f'{name}.{key}')}valid: {', '.join(sorted(types))}")
-    return kind(**{key: checked(f"{name}.{key}", value, types[key]) for key, value in table.items()})
+    return kind(**{key: _value(f"{name}.{key}", value, types[key]) for key, value in table.items()})
+
+
+def _value(key: str, value: Any, kind: Any) -> Any:
+    """The value of a key, or of a table inside a table."""
+    is_table = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    return _section(key, kind, value) if is_table else checked(key, value, kind)
 
 
 def _override(tables: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    section, dot, name = key.strip().partition(".")
-    if not (equals and dot and name):
+    section, dot, name = key.strip().rpartition(".")
+    if not (equals and dot and name and section):
         meant = key_meant(key.strip(), key_names()) or "mesh.dp"
         raise ConfigError(f"--set {override!r} should read table.key=value, for example {meant}={text or 4}")
     try:
@@ -315,9 +354,11 @@ def _override(tables: dict[str, Any], override: str) -> None:
         value = text  # a bare word is a string: --set run.name=first
     if not isinstance(value, str) and _kind(section, name) is str:
         value = text  # --set run.name=2026
-    table = tables.setdefault(section, {})
-    if not isinstance(table, dict):
-        raise ConfigError(f"{section} = {table!r} should be a table: write [{section}] and its keys below it")
+    table: Any = tables
+    for title in section.split("."):
+        table = table.setdefault(title, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{section} = {table!r} should be a table: write [{section}] and its keys below it")
     table[name] = value
 
 
@@ -356,6 +397,56 @@ def check_together(config: Config) -> None:
     _check_communication(config.communication)
     _check_shard(config)
     _check_compile(config)
+    _check_finetuning(config)
+
+
+def _check_finetuning(config: Config) -> None:
+    finetuning = config.finetuning
+    if finetuning.kind == "dpo" and not config.run.start_from:
+        raise ConfigError(
+            "finetuning.kind = 'dpo' needs run.start_from, a checkpoint or a Hugging Face folder: answers are compared "
+            "with what its weights make of them"
+        )
+    if finetuning.kind == "dpo" and not config.data.document_mask:
+        raise ConfigError(
+            "data.document_mask = false with finetuning.kind = 'dpo': the rejected answer would see the chosen one; "
+            "valid: true"
+        )
+    if finetuning.adapter.rank and finetuning.kind == "none":
+        raise ConfigError(
+            f"finetuning.adapter.rank = {finetuning.adapter.rank} with finetuning.kind = 'none': adapters change a "
+            "model that is there; valid: finetuning.kind = 'supervised' or 'dpo', or rank = 0"
+        )
+    if finetuning.adapter.rank and not config.run.start_from:
+        raise ConfigError(
+            f"finetuning.adapter.rank = {finetuning.adapter.rank} without run.start_from: adapters change a model that "
+            "is there; valid: run.start_from = 'PATH' of a Hugging Face folder or a checkpoint, or rank = 0"
+        )
+    for key in ("alpha", "targets", "base"):
+        value, usual = getattr(finetuning.adapter, key), getattr(AdapterConfig(), key)
+        if value != usual and not finetuning.adapter.rank:
+            raise ConfigError(
+                f"finetuning.adapter.{key} = {value!r} with finetuning.adapter.rank = 0, by which all weights are "
+                f"trained; valid: {key} = {usual!r}, or a rank of 1 or more"
+            )
+    if finetuning.beta != FinetuningConfig().beta and finetuning.kind != "dpo":
+        raise ConfigError(
+            f"finetuning.beta = {finetuning.beta:g} with finetuning.kind = {finetuning.kind!r}, which has no reference "
+            f"to leave; valid: {FinetuningConfig().beta}, or finetuning.kind = 'dpo'"
+        )
+    _check_groups(config)
+
+
+def _check_groups(config: Config) -> None:
+    """Raise ConfigError if tp would cut a group of inputs that share a scale: another layout, another model."""
+    model, tp, base = config.model, config.mesh.tp, config.finetuning.adapter.base
+    for what, inputs in (("heads x head_channels", model.heads * model.head_dim), ("ffn", model.ffn)):
+        if base in ("int8", "int4") and tp > 1 and inputs % (GROUP * tp):
+            raise ConfigError(
+                f"finetuning.adapter.base = {base!r} with mesh.tp = {tp}: {what} = {inputs} would be cut inside a "
+                f"group of {GROUP} inputs, which have one scale; valid: a tp that leaves each rank a multiple of "
+                f"{GROUP}, or base = 'compute' or 'bf16'"
+            )
 
 
 def _check_pipeline(pipeline: PipelineConfig, model: ModelConfig) -> None:
@@ -404,6 +495,7 @@ def _check_compile(config: Config) -> None:
         ("pipeline.schedule", schedule, ("gpipe", "1f1b", "interleaved")),
         ("pipeline.recompute", recompute, ("none",)),
         ("optimizer.shard", config.optimizer.shard, ("none", "states", "states+gradients")),
+        ("finetuning.adapter.rank", config.finetuning.adapter.rank, (0,)),
     ):
         if value not in valid:
             raise ConfigError(

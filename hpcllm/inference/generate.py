@@ -1,6 +1,7 @@
-"""A model and a prompt -> text. A checkpoint is enough: it holds the tokenizer and the run file.
+"""A model and a prompt -> text. A checkpoint is enough: it holds tokenizer, run file and the template of its chats.
 
     checkpoint, or a Hugging Face folder --> this rank's part of the weights --> sampling.py --> tokens --> text
+                                        `--> tokenizer, template --> prompt as tokens, tokens that end an answer
 
 One process starts no MPI, so that it works where only a login node is; several ranks share a model by
 several_ranks.py.
@@ -18,13 +19,17 @@ import torch
 from torch import Tensor
 
 from hpcllm.checkpoint.huggingface.folder import Folder, which
+from hpcllm.checkpoint.huggingface.merge import MergedWeights, has_adapters, open_merged
 from hpcllm.checkpoint.layout import MODEL
 from hpcllm.checkpoint.reader import Checkpoint
-from hpcllm.checkpoint.restore import read_model, tokenizer_json
+from hpcllm.checkpoint.restore import read_model
 from hpcllm.checkpoint.slabs import Slab
 from hpcllm.checkpoint.state import as_tensor, facts
 from hpcllm.config.schema import Config, DataConfig, MeshConfig, ModelConfig, from_tables
-from hpcllm.data.tokenizer import Encoder
+from hpcllm.data.chat import Rendered, open_template
+from hpcllm.data.chat_template import RejectedError
+from hpcllm.data.model_texts import ModelTexts, model_texts
+from hpcllm.data.tokenizer import Encoder, controls_of
 from hpcllm.errors import CheckpointError, ConfigError, DataError
 from hpcllm.model.initialisation import CPU, allocate
 from hpcllm.model.sampling import (
@@ -58,8 +63,12 @@ def continue_prompt(
     precision: str = "fp32",
     device: str = "auto",
     mesh: Mesh | None = None,
+    chat: bool = False,
 ) -> Iterator[str]:
-    """Continue `prompt` by up to `tokens` tokens or to the end of the text: yields a piece a token, one at the end.
+    """Continue `prompt` by up to `tokens` tokens, or to the end of the text or of an assistant's turn.
+
+    Yields a piece a token, one at the end. chat: the prompt is what a user says, rendered by the template of the
+    model's chats, and what follows is the answer.
 
     path: a checkpoint, a run folder for its newest, or a Hugging Face folder. precision: type to compute in, fp32, bf16
     or fp16, whatever the weights are stored in. device: as run.device. mesh: of dp = 1, whose ranks share the model;
@@ -67,8 +76,8 @@ def continue_prompt(
     or device the same but for rounding.
 
     Raises before the first piece: DataError if there is no such file or the prompt is not Unicode, CheckpointError or
-    HuggingFaceError if it is damaged or of no text model, ConfigError for a setting out of range or a device that is
-    not there, MeshError for a mesh that the model cannot be split over.
+    HuggingFaceError if it is damaged or of no text model, ConfigError for a setting out of range, a device that is not
+    there or a chat with a model that has no template, MeshError for a mesh that the model cannot be split over.
     """
     check_settings(tokens, temperature, top_k)
     if not 0 <= seed < 2**63:
@@ -76,16 +85,47 @@ def continue_prompt(
     if any("\ud800" <= c <= "\udfff" for c in prompt):
         raise DataError("the prompt is not UTF-8; give it in that encoding, or set the locale that it is in")
     place = take_device(device, mesh.world, mesh.node).device if mesh else choose_device(device)
-    decoder, text = _load(path, torch_dtype(precision), place, mesh)
-    if not text:
-        raise CheckpointError(f"{path} holds no tokenizer, so it cannot read a prompt")
+    comm = mesh.world if mesh else None
+    path, is_folder = on_root(comm, lambda: which(path))
+    text, ids, stops = on_root(comm, lambda: _prompt(path, prompt, chat))
+    decoder = _load(path, is_folder, torch_dtype(precision), place, mesh)
     tokenizer, model = Encoder(text), decoder.model
-    ids = tokenizer.encode([prompt])[0].tolist()[:-1] or [tokenizer.end_of_text]  # encode closes a document
     vocabulary = min(tokenizer.vocabulary, model.vocabulary)
     check_prompt(ids, vocabulary)
     sampler = TokenSampler(temperature, top_k, vocabulary, torch.Generator().manual_seed(seed))
     next_token = _next_token(decoder, sampler, len(ids) + tokens, mesh)
-    return _as_text(generate(next_token, ids, tokens, model.max_sequence, tokenizer.end_of_text), tokenizer)
+    return _as_text(generate(next_token, ids, tokens, model.max_sequence, stops), tokenizer)
+
+
+def _prompt(path: Path, prompt: str, chat: bool) -> tuple[str, list[int], set[int]]:
+    """Return the tokenizer as JSON, the prompt's tokens, and those that end what follows it. Not collective."""
+    texts = model_texts(path)
+    if not texts.tokenizer_json:
+        raise CheckpointError(f"{path} holds no tokenizer, so it cannot read a prompt")
+    if chat and not texts.template.text:
+        raise ConfigError(f"{path} has no chat template: it was not trained on chats; valid: leave out --chat")
+    tokenizer = Encoder(texts.tokenizer_json)
+    ends, rendered = _rendered(texts, prompt, chat)
+    stops = {tokenizer.end_of_text, *(tokenizer.id_of(token) for token in ends)}
+    if rendered:
+        return texts.tokenizer_json, tokenizer.encode_chats([rendered])[0][0].tolist(), stops
+    ids = tokenizer.encode([prompt])[0].tolist()[:-1]  # encode closes a document
+    return texts.tokenizer_json, ids or [tokenizer.end_of_text], stops
+
+
+def _rendered(texts: ModelTexts, prompt: str, chat: bool) -> tuple[frozenset[str], Rendered | None]:
+    """Return the control tokens that end an answer, and of a chat the prompt with the beginning of its answer."""
+    if not texts.template.text:
+        return frozenset(), None
+    try:
+        with open_template(texts.template, controls_of(texts.tokenizer_json)) as template:
+            return template.ends_of_turn(), template.beginning(prompt) if chat else None
+    except RejectedError as error:
+        raise ConfigError(f"the prompt makes no chat: {error.reason} {error.detail}".rstrip()) from error
+    except DataError:
+        if chat:
+            raise
+        return frozenset(), None  # a text goes on without a template that does not compile or does not end
 
 
 def _next_token(decoder: Decoder, sampler: TokenSampler, most_tokens: int, mesh: Mesh | None) -> NextToken:
@@ -104,15 +144,17 @@ def _as_text(tokens: Iterator[int], tokenizer: Encoder) -> Iterator[str]:
     yield whole.decode(b"", final=True)
 
 
-def _load(path: Path, dtype: torch.dtype, device: torch.device, mesh: Mesh | None) -> tuple[Decoder, str]:
-    """Load this rank's part of a model, and the text of its tokenizer. Collective over the mesh."""
+def _load(path: Path, is_folder: bool, dtype: torch.dtype, device: torch.device, mesh: Mesh | None) -> Decoder:
+    """Load this rank's part of a model. Collective over the mesh."""
     comm = mesh.world if mesh else None
-    path, is_folder = on_root(comm, lambda: which(path))
     if is_folder:
         with Folder.open(path, comm) as folder:
-            return _load_folder(folder, dtype, device, mesh), folder.tokenizer_json
+            return _load_source(folder, folder.model, dtype, device, mesh)
     with Checkpoint.open(path, comm) as checkpoint:
-        return load_decoder(checkpoint, dtype, mesh, device), on_root(comm, lambda: tokenizer_json(checkpoint))
+        if not has_adapters(checkpoint, comm):
+            return load_decoder(checkpoint, dtype, mesh, device)
+        with open_merged(checkpoint) as merged:
+            return _load_source(merged, merged.config.model, dtype, device, mesh)
 
 
 def load_decoder(
@@ -131,11 +173,14 @@ def load_decoder(
     return decoder
 
 
-def _load_folder(folder: Folder, dtype: torch.dtype, device: torch.device, mesh: Mesh | None) -> Decoder:
-    decoder, boxes = _allocate(folder.model, dtype, device, mesh)
+def _load_source(
+    source: Folder | MergedWeights, model: ModelConfig, dtype: torch.dtype, device: torch.device, mesh: Mesh | None
+) -> Decoder:
+    """Load this rank's part of a folder's model, or of a base with its adapters."""
+    decoder, boxes = _allocate(model, dtype, device, mesh)
     for name, (start, weight) in boxes.items():
         slab = Slab(f"{MODEL}/{name}", start, tuple(weight.shape))
-        weight.data.copy_(as_tensor(folder.read(slab), folder.specs[slab.dataset].dtype))
+        weight.data.copy_(as_tensor(source.read(slab), source.specs[slab.dataset].dtype))
     return decoder
 
 

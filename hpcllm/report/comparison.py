@@ -56,7 +56,7 @@ def comparison(runs: Sequence[Run], facts: Sequence[Mapping[str, Any]], log_x: b
 
 def _loss_panel(runs: Sequence[Run]) -> Panel:
     lines = [curve for k, run in enumerate(runs) for curve in raw_and_smoothed(*run.history.loss, k, letter(k))]
-    return Panel("training loss, nats a token", lines)
+    return Panel("training loss, nats", lines)
 
 
 def letter(number: int) -> str:

@@ -15,7 +15,7 @@ from hpcllm.config.policies import TRAFFIC
 from hpcllm.config.schema import from_tables
 from hpcllm.errors import HpcllmError
 from hpcllm.model.shapes import parameter_count
-from hpcllm.report.run_folder import History, Record, Run, number
+from hpcllm.report.run_folder import History, Record, Run, number, unit_of
 from hpcllm.system.energy.account import HOURS, WORDS
 from hpcllm.system.text import percent, size_text
 from hpcllm.training.step_timer import BETWEEN, PARTS
@@ -145,12 +145,13 @@ def _size(run: Run) -> dict[str, Any]:
 def _loss(history: History) -> dict[str, Any]:
     losses = [loss for loss in history.loss[1] if math.isfinite(loss)]
     checked = [record for record in history.validations if math.isfinite(number(record["validation_loss"]))]
-    found: dict[str, Any] = {"loss": losses[-1] if losses else None}
+    found: dict[str, Any] = {"loss": losses[-1] if losses else None, "loss_unit": unit_of(history)}
     if checked:
         best = min(checked, key=lambda record: number(record["validation_loss"]))
         found |= {
             "validation_loss": checked[-1]["validation_loss"],
             "bits_per_byte": checked[-1].get("bits_per_byte"),
+            "validation_accuracy": number(checked[-1].get("validation_rewards/accuracies")),
             "best_validation_loss": best["validation_loss"],
             "best_validation_step": best["step"],
         }
@@ -158,7 +159,7 @@ def _loss(history: History) -> dict[str, Any]:
 
 
 def _speed(history: History) -> dict[str, Any]:
-    keys = ("step_s", "tokens_per_s", "tflops_per_device", "mfu", "communication_share")
+    keys = ("step_s", "tokens_per_s", "targets", "tflops_per_device", "mfu", "communication_share")
     records = settled(history)
     found = {f"median_{key}": _median([number(record.get(key)) for record in records]) for key in keys}
     memory = [value for value in history.column("memory_gb")[1] if math.isfinite(value)]
@@ -258,12 +259,15 @@ QUANTITIES = (
     Quantity("mesh", "mesh", mesh_text),
     Quantity("nodes", "nodes", count),
     Quantity("device_name", "device"),
-    Quantity("loss", "training loss, last, nats a token", _digits4, "lower"),
+    Quantity("loss", "training loss, last", _digits4, "lower"),
+    Quantity("loss_unit", "unit of losses"),
     Quantity("validation_loss", "validation loss, last", _digits4, "lower"),
     Quantity("best_validation_loss", "validation loss, best", _digits4, "lower"),
     Quantity("best_validation_step", "validation loss, best, at step", count),
     Quantity("bits_per_byte", "bits a byte of held-out text", _digits4, "lower"),
+    Quantity("validation_accuracy", "held-out pairs in which the chosen answer is preferred", percent, "higher"),
     Quantity("median_tokens_per_s", "tokens/s, median", short, "higher"),
+    Quantity("median_targets", "targets a step that count, median", short),
     Quantity("median_step_s", "seconds a step, median", short, "lower"),
     Quantity("median_tflops_per_device", "TFLOP/s a rank, median", short, "higher"),
     Quantity("median_mfu", "MFU, median", percent, "higher"),

@@ -41,6 +41,8 @@ def what_ran(run: Run, facts: Mapping[str, Any]) -> str:
     found += f" ({model})" if model else ""
     store = run.key("data", "store")
     found += f" on {Path(store).name}" if isinstance(store, str) and store else ""
+    kind = run.key("finetuning", "kind")
+    found += f", {kind} fine-tuning" if kind in ("supervised", "dpo") else ""
     if "ranks" in facts:
         mesh = f" ({mesh_text(facts['mesh'])})" if "mesh" in facts else ""
         nodes = f" on {counted(facts['nodes'], 'node')}" if "nodes" in facts else ""
@@ -60,10 +62,12 @@ def _tiles(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """(label, value, what stands below it) of what is known."""
     found = []
     if "loss" in facts:
-        found.append(("training loss", f"{facts['loss']:.4f}", "nats a token, last logged"))
+        found.append(("training loss", f"{facts['loss']:.4f}", f"{facts['loss_unit']}, last logged"))
     if "validation_loss" in facts:
-        below = f"{facts['bits_per_byte']:.3f} bits a byte" if "bits_per_byte" in facts else "nats a token"
+        below = f"{facts['bits_per_byte']:.3f} bits a byte" if "bits_per_byte" in facts else facts["loss_unit"]
         found.append(("held-out loss", f"{facts['validation_loss']:.4f}", below))
+    if "validation_accuracy" in facts:
+        found.append(("accuracy", percent(facts["validation_accuracy"], 0), "of held-out pairs: chosen preferred"))
     if "median_tokens_per_s" in facts:
         below = f"{short(facts['median_step_s'])} s a step, median" if "median_step_s" in facts else "median"
         found.append(("tokens/s", short(facts["median_tokens_per_s"]), below))

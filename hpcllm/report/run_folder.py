@@ -68,6 +68,11 @@ class History:
         return [float(step) for step, _ in found], [value for _, value in found]
 
 
+def unit_of(history: History) -> str:
+    """Unit of the losses of a log."""
+    return "nats a pair" if "rewards/margins" in history.last else "nats a token"
+
+
 def number(value: Any) -> float:
     """A logged value as a float; NaN for what is no number."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan

@@ -30,7 +30,8 @@ from hpcllm.report.facts import (
 )
 from hpcllm.report.figures import Curve, Panel, curves, raw_and_smoothed
 from hpcllm.report.page import Block, Figure, Pairs, Section, Table, Text, Verbatim
-from hpcllm.report.run_folder import History, Record, Run, number
+from hpcllm.report.preferences import preferences
+from hpcllm.report.run_folder import History, Record, Run, number, unit_of
 from hpcllm.system.energy.account import WORDS
 from hpcllm.system.text import counted, percent, size_text
 
@@ -56,6 +57,7 @@ def sections(run: Run, facts: Mapping[str, Any], log_x: bool) -> list[Section]:
     run_file = Verbatim(run.run_file) if run.run_file else Text("There is no run.toml.")
     return [
         Section("Loss", _loss(history, resumes, log_x, along)),
+        Section("Preferences", preferences(history, resumes, log_x, along)),
         Section("Generated text", _samples(run)),
         Section("Where the time goes", time_blocks({"": history}, along)),
         Section("Throughput", _throughput(history, resumes, log_x, along)),
@@ -87,7 +89,7 @@ def _loss(history: History, resumes: list[float], log_x: bool, along: Progress) 
     if checks:
         steps, losses = [r["step"] for r in checks], [r["validation_loss"] for r in checks]
         lines.append(Curve(steps, losses, 1, "validation", dots=True))
-    panels = [Panel("loss, nats a token", lines)]
+    panels = [Panel(f"loss, {unit_of(history)}", lines)]
     found: list[Block] = [*curves("loss over the steps", panels, resumes, log_x, note, along)]
     bad = sum(not math.isfinite(loss) for loss in history.loss[1])
     told = [Text(f"{bad} logged step(s) had a loss that is no number.")] if bad else []

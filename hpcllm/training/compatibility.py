@@ -11,16 +11,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcllm.checkpoint.folder import newest_first
 from hpcllm.checkpoint.huggingface.architectures import canonical
+from hpcllm.checkpoint.reader import Checkpoint
+from hpcllm.checkpoint.state import facts
 from hpcllm.config.schema import Config, from_tables, to_tables
-from hpcllm.errors import ConfigError
+from hpcllm.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from hpcllm.checkpoint.state import RunFacts
     from hpcllm.data.store import TokenStore
 
-# besides the model: other values would silently train on other samples, or from other weights
-FIXED = ("run.seed", "data.sequence_length")
+# besides the model and [finetuning]: other values would silently train on other samples, or from other weights
+FIXED = ("run.seed", "data.sequence_length", "data.document_mask", "data.packing")
+BEFORE_MASKS: dict[str, Any] = {"document_mask": False, "packing": "stream"}  # keys of [data] that older runs lack
 
 
 def check_same_run(config: Config, store: TokenStore, before: RunFacts, tokenizer: str, path: Path) -> None:
@@ -29,8 +33,10 @@ def check_same_run(config: Config, store: TokenStore, before: RunFacts, tokenize
     config: filled in. before, tokenizer: of the checkpoint at `path`. One that `convert` made knows no tokens, but
     their tokenizer.
     """
-    then, now = map(_flat, _one_spelling(before.config, to_tables(config)))
-    fixed = [key for key in now if key.startswith("model.") or key in FIXED]
+    filled = {"data": BEFORE_MASKS, "finetuning": to_tables(Config())["finetuning"]}  # in records of older versions
+    begun = {**before.config, **{name: keys | before.config.get(name, {}) for name, keys in filled.items()}}
+    then, now = map(_flat, _one_spelling(begun, to_tables(config)))
+    fixed = [key for key in now if key.startswith(("model.", "finetuning.")) or key in FIXED]
     changed = [f"{key} = {now[key]!r}, was {then.get(key)!r}" for key in fixed if now[key] != then.get(key)]
     if before.fingerprint and before.fingerprint != store.fingerprint:
         changed.insert(
@@ -48,6 +54,25 @@ def check_same_run(config: Config, store: TokenStore, before: RunFacts, tokenize
         )
 
 
+def as_begun(config: Config) -> Config:
+    """Take the keys that a run was begun without, where its folder has checkpoints of a version before them.
+
+    Reads the newest checkpoint's record of the run file alone; check_same_run compares it with the rest. Not
+    collective.
+    """
+    folder = Path(config.run.folder) / config.run.name
+    path = next(iter(newest_first(folder / "checkpoints")), None)
+    if path is None:
+        return config
+    try:
+        with Checkpoint.open(path) as checkpoint:
+            known = facts(checkpoint).config.get("data", {})
+    except CheckpointError:  # damaged: resume says it, and looks at an older one
+        return config
+    missing = {key: value for key, value in BEFORE_MASKS.items() if known and key not in known}
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **missing))
+
+
 def _one_spelling(*files: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Write models alike that compute the same: a preset or its keys written out, kv_heads = heads or 0."""
     try:
@@ -57,5 +82,11 @@ def _one_spelling(*files: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [{**tables, "model": dataclasses.asdict(model)} for tables, model in zip(files, models, strict=True)]
 
 
-def _flat(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    return {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
+def _flat(tables: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{above}{key}.")
+        else:
+            found[above + key] = tuple(value) if isinstance(value, list) else value  # TOML has lists, a Config tuples
+    return found

@@ -59,8 +59,9 @@ class Log:
     def validation(self, record: Record) -> None:
         """Write the result of a validation everywhere. Raises HpcllmError where a file cannot be written."""
         self.write(record)
-        line = f"step {record['step']:>6}/{self.bar.total}  validation loss {record['validation_loss']:.4f}"
-        self.print(f"{line}  bits per byte {record['bits_per_byte']:.4f}")
+        parts = [f"step {record['step']:>6}/{self.bar.total}", f"validation loss {record['validation_loss']:.4f}"]
+        parts += [f"bits per byte {record['bits_per_byte']:.4f}"] if "bits_per_byte" in record else []
+        self.print("  ".join([*parts, *_preference_parts(record, "validation_")]))
 
     def write(self, record: Record) -> None:
         """Write a record to the files and print nothing. Raises HpcllmError where a file cannot be written."""
@@ -127,6 +128,7 @@ class Pace:
     peak_tflops: float | None  # of one rank's device; None: unknown, so no MFU
     steps: int = 0
     seconds: float = 0.0
+    targets: int = 0  # that count
     traffic: Traffic = field(default_factory=lambda: np.zeros(len(TRAFFIC)))  # summed over the ranks
     all_steps: int = 0
     all_seconds: float = 0.0
@@ -139,8 +141,10 @@ class Pace:
     def mean_tokens_per_s(self) -> float:
         return self.all_steps * self.tokens_per_step / self.all_seconds if self.all_steps else 0.0
 
-    def add(self, step_s: float, traffic: Traffic) -> None:
+    def add(self, step_s: float, traffic: Traffic, targets: int) -> None:
+        """Take note of a step. targets: those of its global batch that count."""
         self.steps, self.seconds, self.traffic = self.steps + 1, self.seconds + step_s, self.traffic + traffic
+        self.targets += targets
         self.all_steps, self.all_seconds = self.all_steps + 1, self.all_seconds + step_s
 
     def take(self, step: int) -> Record:
@@ -148,13 +152,13 @@ class Pace:
 
         Seconds are means of a rank; bytes are a step's, over all ranks; a ratio is the compression of the codec.
         """
-        step_s = self.seconds / self.steps
+        step_s, targets = self.seconds / self.steps, self.targets / self.steps
         traffic = dict(zip(TRAFFIC, (self.traffic / self.steps).tolist(), strict=True))
-        self.steps, self.seconds, self.traffic = 0, 0.0, np.zeros(len(TRAFFIC))
+        self.steps, self.seconds, self.targets, self.traffic = 0, 0.0, 0, np.zeros(len(TRAFFIC))
         tokens_per_s = self.tokens_per_step / step_s
-        flops = flops_per_token(self.config.model, self.config.data.sequence_length)
+        flops = flops_per_token(self.config.model, self.config.data.sequence_length, self.config.finetuning.adapter)
         tflops = flops * tokens_per_s / self.ranks / 1e12
-        record = {"step_s": step_s, "tokens_per_s": tokens_per_s, "tflops_per_device": tflops}
+        record = {"step_s": step_s, "targets": targets, "tokens_per_s": tokens_per_s, "tflops_per_device": tflops}
         if self.peak_tflops:
             record["mfu"] = tflops / self.peak_tflops
         record |= {
@@ -191,7 +195,8 @@ def open_log(folder: Path, first_step: int, steps: int, trackers: Sequence[str] 
     return log
 
 
-LESS_NEEDED = (8, 5, 7, 6, 2, 3)  # of the parts of a step's line: memory first, the gradient's norm last
+MOST_NAMED = 0.9  # share of the tokens: where more of them count as targets, as in texts, a line does not say how many
+LESS_NEEDED = (9, 6, 8, 7, 3, 4, 2)  # of the parts of a step's line: memory first
 
 
 def step_line(record: Mapping[str, Any], steps: int, columns: int = 0) -> str:
@@ -199,9 +204,12 @@ def step_line(record: Mapping[str, Any], steps: int, columns: int = 0) -> str:
     host_gb = record.get("host_memory_gb")
     memory = f"{record['memory_gb']:.2f} GB" + (f" on the device, {host_gb:.2f} GB in the host" if host_gb else "")
     grad = "overflow" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
+    targets = record["targets"]
+    are_few = targets < MOST_NAMED * record["tokens_per_s"] * record["step_s"]
     parts = [
         f"step {record['step']:>6}/{steps}",
-        f"loss {record['loss']:.4f}",
+        "  ".join([f"loss {record['loss']:.4f}", *_preference_parts(record)]),
+        f"of {targets:,.0f} targets" if are_few else "",
         f"lr {record['learning_rate']:.2e}",
         f"grad {grad}",
         f"{record['tokens_per_s']:,.0f} tokens/s",
@@ -212,6 +220,14 @@ def step_line(record: Mapping[str, Any], steps: int, columns: int = 0) -> str:
         f"ETA {clock_text(record['eta_s'])}",
     ]
     return fitted(parts, LESS_NEEDED, columns)
+
+
+def _preference_parts(record: Mapping[str, Any], before: str = "") -> list[str]:
+    """Say how often, and by how much, the chosen answer is preferred; [] where that was not measured."""
+    if f"{before}rewards/accuracies" not in record:
+        return []
+    margin = record[f"{before}rewards/margins"]
+    return [f"accuracy {record[f'{before}rewards/accuracies']:.3f}", f"margin {margin:.4f}"]
 
 
 def clock_text(seconds: float) -> str:

@@ -18,15 +18,17 @@ from mpi4py import MPI
 
 from hpcllm.config.schema import Config
 from hpcllm.errors import HpcllmError
-from hpcllm.evaluation.held_out import Validation, validate
+from hpcllm.evaluation.held_out import Validation
 from hpcllm.mpi.collective_errors import on_root, raise_if_any_failed
 from hpcllm.mpi.wait import job_waits
 from hpcllm.optim.adamw import learning_rate
 from hpcllm.pipeline.trace import Span, recording, write_trace
 from hpcllm.system.job import StopSignals
 from hpcllm.training.accounting import Accounting, open_accounting
+from hpcllm.training.compatibility import as_begun
 from hpcllm.training.log import Log, Pace, Record, TrafficCounter, open_log
 from hpcllm.training.memory import Live, counting, log_memory, peak_memory_gb
+from hpcllm.training.objective import NEXT_TOKEN, Objective
 from hpcllm.training.requests import make_listener
 from hpcllm.training.resume import resume
 from hpcllm.training.run_info import start_lines
@@ -38,15 +40,24 @@ from hpcllm.training.summary import Summary
 
 
 def train(
-    config: Config, world: MPI.Intracomm, signals: StopSignals, restart: bool = False, wide: bool = False
+    config: Config,
+    world: MPI.Intracomm,
+    signals: StopSignals,
+    restart: bool = False,
+    wide: bool = False,
+    objective: Objective = NEXT_TOKEN,
 ) -> Summary:
     """Train as the run file says, from the start or the newest checkpoint. Collective over world.
 
     signals: an open StopSignals; once one of them came on any rank, or there is another reason (requests.py), the run
-    ends after the step, its state saved. wide: lines for people are as long as they are, not of 80 columns.
+    ends after the step, its state saved. wide: lines for people are as long as they are, not of 80 columns. objective:
+    what is learned, see objective.py.
     Raises UserError before any work, NonFiniteError, StallError, CheckpointError. Returns the same on every rank.
     """
-    with open_run(config, world) as run, ExitStack() as stack:
+    with (
+        open_run(config if restart else on_root(world, lambda: as_begun(config)), world, objective) as run,
+        ExitStack() as stack,
+    ):
         config, lock = run.config, stack.enter_context(lock_run(world, run.run_folder, restart))
         step, position, found = resume(run)
         log = _open_log(run, step, wide, stack)
@@ -57,8 +68,7 @@ def train(
         pace, traffic = Pace(config, world.size, run.device_setup.peak_tflops), TrafficCounter(run.traffic)
         loss, checked, first = math.nan, None, step
         while step < config.run.steps and not requests.stop:
-            began_s = time.perf_counter()
-            rate = learning_rate(step, config.run.steps, config.optimizer)
+            began_s, rate = time.perf_counter(), learning_rate(step, config.run.steps, config.optimizer)
             with (
                 recording(run.engine, step + 1 in config.log.trace_steps) as spans,
                 counting(run, step == first and not config.model.compile) as memory,
@@ -66,7 +76,7 @@ def train(
                 local = forward_backward(run, step, position)
             spent = accounting.end_passes(local.input_s)
             agreed = agree(run, local, listener.poll(), traffic.since_last(), saving.is_done, spent)
-            saving.finish_if(agreed.is_written)
+            saving.before_update(agreed.is_written)
             accounting.timer.end("other")
             if not (math.isfinite(agreed.loss) and update(run, agreed.gradient_norm, rate)):
                 saving.finish()  # it is older than this step, and worth having
@@ -75,7 +85,7 @@ def train(
             step, position, loss = step + 1, position + config.data.global_batch, agreed.loss
             step_s, requests = time.perf_counter() - began_s, agreed.requests
             job_waits.patience = 1.0  # kernels are compiled by now
-            pace.add(step_s, agreed.traffic)
+            pace.add(step_s, agreed.traffic, local.counted)
             listener.agreed(requests, step, step_s)
             saving.stepped(step_s)
 
@@ -109,6 +119,7 @@ def train(
             loss=loss,
             validation=checked,
             zstd19_bits_per_byte=run.store.zstd19_bits_per_byte,
+            is_chat=run.store.header.kind == "chat",
             tokens_per_s=pace.mean_tokens_per_s,
             checkpoint=saving.newest,
             stopped_by=stopped_by,
@@ -167,6 +178,7 @@ def _log_step(
     run.control.allreduce(run.mesh.world, memory_gb, lambda: "the largest memory over all ranks", MPI.MAX)
     norm = agreed.gradient_norm if math.isfinite(agreed.gradient_norm) else None  # JSON has no word for infinity
     record: Record = {"step": step, "loss": agreed.loss, "learning_rate": rate, "grad_norm": norm}
+    record |= zip(run.objective.figures, agreed.figures, strict=True)
     if run.loss_scale.is_dynamic:
         record |= {"loss_scale": run.loss_scale.value, "skipped_steps": step - run.optimizer.updates}
     record |= pace.take(step)
@@ -185,8 +197,8 @@ def _validate(
     """Measure the held-out loss and log it; its messages are no step's. Collective over the mesh."""
     run.optimizer.settle()
     with traffic.paused():
-        result = validate(run.config, run.mesh, run.store, run.engine, run.control)
+        result = run.objective.validate(run)
     accounting.timer.end("validation")
     if log and result:
-        log.validation({"step": step, "validation_loss": result.loss, "bits_per_byte": result.bits_per_byte})
+        log.validation({"step": step, **result.as_dict()})
     return result

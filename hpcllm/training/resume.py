@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING
 import tomli_w
 
 from hpcllm.checkpoint.folder import load_newest, sweep
-from hpcllm.checkpoint.huggingface.start import read_weights, same_tokens
+from hpcllm.checkpoint.huggingface.base import check_base
+from hpcllm.checkpoint.huggingface.start import read_weights
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.restore import restore, restore_residuals, tokenizer_json
 from hpcllm.checkpoint.state import facts
 from hpcllm.config.schema import Config, to_tables
+from hpcllm.data.model_texts import check_fit
 from hpcllm.errors import HpcllmError
 from hpcllm.mpi.collective_errors import on_root
 from hpcllm.system.output import say, write_whole
@@ -35,10 +37,12 @@ if TYPE_CHECKING:
 def resume(run: RunContext) -> tuple[int, int, Path | None]:
     """Load the newest sound checkpoint of the run folder, if there is one. Returns step, position and its path.
 
-    Collective over the mesh. Raises ConfigError if the checkpoint is of another model, CheckpointError.
+    Lets the objective begin before, for it may need the weights of run.start_from in the place of the run's. Collective
+    over the mesh. Raises ConfigError if the checkpoint is of another model, CheckpointError.
     """
     world, folder = run.mesh.world, run.run_folder
     on_root(world, lambda: len(sweep(folder / "checkpoints")))
+    run.objective.begin(run)
     found, passed_over = load_newest(folder / "checkpoints", world, lambda checkpoint: _load(run, checkpoint))
     step, position, path, lines = found or (0, 0, None, [])
     if world.rank == 0 and (passed_over or lines):
@@ -54,6 +58,7 @@ def _load(run: RunContext, checkpoint: Checkpoint) -> tuple[int, int, Path, list
     known = facts(checkpoint)
     tokenizer = on_root(run.mesh.world, lambda: tokenizer_json(checkpoint))
     check_same_run(run.config, run.store, known, tokenizer, checkpoint.path)
+    check_base(run.base, known.base, checkpoint.path, run.config.run.start_from)
     restore(checkpoint, run.shards, run.optimizer.pieces_to_read())
     residuals = run.residuals()
     lost = restore_residuals(checkpoint, residuals) if residuals else ""
@@ -65,15 +70,19 @@ def _load(run: RunContext, checkpoint: Checkpoint) -> tuple[int, int, Path, list
     return known.step, known.position, checkpoint.path, lines
 
 
+def read_start(run: RunContext) -> None:
+    """Fill the weights from run.start_from; adapters are nothing so far. Collective over the mesh."""
+    if not run.base:  # else it is read by then
+        read_weights(Path(run.config.run.start_from), run.shards, run.optimizer.pieces_to_read(), run.mesh.world)
+        run.optimizer.loaded(0)
+
+
 def _begin(run: RunContext) -> None:
-    """Fill the weights from run.start_from. Collective over the mesh."""
-    path = Path(run.config.run.start_from)
-    tokenizer = read_weights(path, run.shards, run.optimizer.pieces_to_read(), run.mesh.world)
-    run.optimizer.loaded(0)
+    """Begin with the weights of run.start_from. Collective over the mesh. Raises UserError, CheckpointError."""
+    notes = on_root(run.mesh.world, lambda: check_fit(run.config, run.store))
+    read_start(run)
     if run.mesh.world.rank == 0:
-        say([f"begins with the weights of {path}"])
-        if tokenizer and not same_tokens(tokenizer, run.store.tokenizer_json):
-            say([f"note: the tokens of {run.config.data.store!r} are not those of the weights"])
+        say([f"begins with the weights of {run.config.run.start_from}", *notes])
 
 
 def _begin_folder(folder: Path, config: Config, step: int) -> None:

@@ -14,10 +14,13 @@ from mpi4py import MPI
 import hpcllm
 from hpcllm.checkpoint.state import versions
 from hpcllm.collectives.selection import unmeasured
-from hpcllm.config.schema import traffic_codecs
+from hpcllm.config.schema import Config, traffic_codecs
 from hpcllm.data.store import epochs, epochs_note
+from hpcllm.model.documents import takes_varlen
 from hpcllm.model.shapes import parameter_count
-from hpcllm.system.device import device_facts
+from hpcllm.mpi.gpu_aware_marker import GPU_AWARE_MPI
+from hpcllm.plan.rank_order.traffic import staged_s, staged_text
+from hpcllm.system.device import device_facts, torch_dtype
 from hpcllm.system.hardware.node import find_hardware, multiplies
 from hpcllm.system.slurm import nodes_text
 
@@ -41,8 +44,14 @@ def start_lines(run: RunContext) -> list[str]:
         f"{config.pipeline.microbatches} microbatches{chunks} (bubble {100 * run.bubble:.0f} %), "
         f"{run.device_setup.text}, {library}"
     ]
+    if config.finetuning.kind != "none":
+        lines.append(_finetuning_line(run))
     if reach := run.device_setup.mpi_access:
         lines.append(f"messages lie in {'device' if reach.direct else 'pinned host'} memory: {reach.why}")
+        if not reach.direct and run.mesh.node.size == run.mesh.world.size:
+            lines.append(f"warning: {staged_text(staged_s(config, placement))}; {GPU_AWARE_MPI}")
+    if text := _window_text(config, run.device):
+        lines.append(text)
     if config.optimizer.warmup_steps >= config.run.steps:
         lines.append(f"note: the learning rate warms up for {config.optimizer.warmup_steps} steps, longer than the run")
     if run.device.type == "cpu" and not multiplies(compute := config.precision.compute):
@@ -58,6 +67,32 @@ def start_lines(run: RunContext) -> list[str]:
     if repeated := epochs_note(epochs(config, run.store)):
         lines.append(f"warning: {repeated}")
     return lines
+
+
+def _window_text(config: Config, device: torch.device) -> str:
+    """Return a note on attention with a window, "" where a flash kernel has it."""
+    window, sequence = config.model.window, config.data.sequence_length
+    has_kernel = takes_varlen(device, torch_dtype(config.precision.compute)) and not config.model.compile
+    if device.type == "cpu" or has_kernel or not 0 < window < sequence:
+        return ""
+    repeated = (
+        ", keys and values repeated for each query head" if config.model.key_value_heads != config.model.heads else ""
+    )
+    return (
+        f"note: the window of {window} tokens takes a mask of {sequence} x {sequence}{repeated}: no flash kernel has it"
+    )
+
+
+def _finetuning_line(run: RunContext) -> str:
+    """Say what a fine-tuning learns: 'supervised fine-tuning on chats: 12,345 of 30,000 tokens are targets (41 %)'."""
+    header = run.store.header
+    tokens = header.tokens["train"]
+    targets = header.counted.get("train", tokens)
+    of_text = "; of a text all are, so this goes on with the training before" if header.kind == "text" else ""
+    return (
+        f"{run.config.finetuning.kind} fine-tuning on {header.kind}: {targets:,} of {tokens:,} tokens are targets "
+        f"({100 * targets / max(1, tokens):.0f} %){of_text}"
+    )
 
 
 def run_info(run: RunContext, nodes: int, devices: int) -> dict[str, Any]:

@@ -116,14 +116,18 @@ class Saving:
         if not self.background.asynchronous:
             self.finish()
 
+    def before_update(self, is_written: bool) -> None:
+        """End a write that all ranks are done with, and keep the update from what a device still copies.
+
+        is_written: is_done on all ranks. Collective over the mesh if so.
+        """
+        if is_written:
+            self.finish()
+        self.background.before_update()
+
     def stepped(self, seconds: float) -> None:
         """Take note of the seconds of a step: of what a write beside it costs. Not collective."""
         self._cost.stepped(seconds, self.background.is_writing)
-
-    def finish_if(self, is_written: bool) -> None:
-        """Finish the write under way if all ranks are done with theirs. Collective over the mesh. Raises as `save`."""
-        if is_written:
-            self.finish()
 
     def finish(self) -> None:
         """Wait for the write under way, if there is one. Collective over the mesh. Raises as `save`."""
@@ -205,6 +209,9 @@ def run_state(
         owned=run.owned,
         residuals=residuals,
         tokenizer_json=run.store.tokenizer_json,
+        template=run.store.header.template,
+        template_variables=run.store.header.template_variables,
         fingerprint=run.store.fingerprint,
+        base=run.base,
         mesh=run.mesh.shape,
     )

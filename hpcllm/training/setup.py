@@ -8,7 +8,7 @@ Config --+-- mesh sizes, batch split -----> Mesh, microbatches
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from hpcllm.checkpoint.huggingface.base import read_base
 from hpcllm.checkpoint.huggingface.start import take_model
 from hpcllm.checkpoint.state import Residuals, Shards, find_residuals
 from hpcllm.checkpoint.writer import check_writer
@@ -26,12 +27,14 @@ from hpcllm.collectives.selection import link_codec
 from hpcllm.collectives.tuning import Tuning, load_tuning
 from hpcllm.config.schema import Config, traffic_codecs
 from hpcllm.data.loader import Loader
-from hpcllm.data.sampler import Sampler, sample_count
+from hpcllm.data.sampler import Sampler
 from hpcllm.data.store import TokenStore, open_store
 from hpcllm.data.store_watch import StoreWatch
 from hpcllm.model.compiled import check_compiler, compile_blocks
+from hpcllm.model.gradient_sums import has_wide_products
 from hpcllm.model.initialisation import allocate_chunks, initial_values
-from hpcllm.model.shapes import parameter_shapes
+from hpcllm.model.quantised import QuantisedWeight
+from hpcllm.model.shapes import parameter_shapes, trained_shapes
 from hpcllm.model.tensor_parallel import LANE, TensorParallel, tensor_parallel, traffic
 from hpcllm.mpi.collective_errors import on_root
 from hpcllm.mpi.mesh import Mesh, open_mesh
@@ -48,7 +51,9 @@ from hpcllm.pipeline.schedules import Schedule
 from hpcllm.plan.resolve import resolve
 from hpcllm.system.device import torch_dtype
 from hpcllm.system.device_setup import DeviceSetup, set_up_device
+from hpcllm.system.hardware.pci_devices import find_nics, wire_gb_s
 from hpcllm.training.log import Traffic
+from hpcllm.training.objective import NEXT_TOKEN, Objective
 from hpcllm.training.step import LossScale, make_loss_scale
 from hpcllm.training.trackers import check_trackers
 
@@ -63,10 +68,14 @@ class RunContext:
     tuning: Tuning | None  # rates by which `auto` decides
     store: TokenStore
     device_setup: DeviceSetup
+    objective: Objective
     loader: Loader
     schedule: Schedule  # checked
     bubble: float  # share of a step that it lets a rank idle, if a backward pass takes twice a forward pass
-    parameters: dict[str, torch.nn.Parameter]  # of this rank, in the order of the model
+    parameters: dict[str, torch.nn.Parameter]  # of this rank that are trained, in the order of the model
+    frozen: dict[str, torch.nn.Parameter]  # the others, where adapters are trained
+    quantised: dict[str, QuantisedWeight]  # those of them that are held in 8 or 4 bits
+    base: str  # fingerprint of the weights that those were read from; empty if there are none
     shared: str | None  # the parameter of which the other end of the pipeline has a copy
     optimization: Optimization
     loss_scale: LossScale
@@ -99,7 +108,8 @@ class RunContext:
     @property
     def shards(self) -> Shards:
         """Shapes of the global tensors and this rank's place in tp, for checkpoints."""
-        return Shards(parameter_shapes(self.config.model), self.mesh.tp.rank, self.mesh.tp.size)
+        shapes = trained_shapes(self.config.model, self.config.finetuning.adapter)
+        return Shards(shapes, self.mesh.tp.rank, self.mesh.tp.size)
 
     def residuals(self) -> Residuals | None:
         """Residuals of error feedback, None if there are none. Collective over the mesh."""
@@ -116,8 +126,9 @@ class RunContext:
 
 
 @contextmanager
-def open_run(config: Config, comm: MPI.Intracomm) -> Iterator[RunContext]:
+def open_run(config: Config, comm: MPI.Intracomm, objective: Objective = NEXT_TOKEN) -> Iterator[RunContext]:
     """Make everything that this rank trains with, with initial weights. Collective over comm. Raises UserError."""
+    assert config.finetuning.kind in objective.kinds, f"not the objective of finetuning.kind = {config.finetuning.kind}"
     check_writer(config.checkpoint.writer)
     on_root(comm, lambda: check_trackers(config.log.trackers))
     if config.model.compile:
@@ -132,6 +143,7 @@ def open_run(config: Config, comm: MPI.Intracomm) -> Iterator[RunContext]:
     with open_mesh(comm, config.mesh) as mesh, open_watchdog(mesh.world, place) as watchdog, job_waits.patient():
         device_setup = set_up_device(config, mesh)
         tp = _tensor_parallel(config, mesh, tuning, watchdog)
+        adapter = config.finetuning.adapter
         stages = [placement.stage(mesh.pp.rank, chunk) for chunk in range(placement.chunks)]
         decoders = allocate_chunks(
             config.model,
@@ -140,20 +152,28 @@ def open_run(config: Config, comm: MPI.Intracomm) -> Iterator[RunContext]:
             torch_dtype(config.precision.compute),
             device_setup.device,
             bare=config.optimizer.shard != "none",
+            adapter=adapter,
         )
         for stage, decoder in zip(stages, decoders, strict=True):
             decoder.recompute = resolved.recompute[stage]
             decoder.loss_tokens = config.pipeline.loss_tokens
         if config.model.compile:
             compile_blocks(decoders)
-        parameters = {name: p for decoder in decoders for name, p in decoder.named_parameters()}
+        named = {name: p for decoder in decoders for name, p in decoder.named_parameters()}
+        parameters = {name: p for name, p in named.items() if p.requires_grad}
+        frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        quantised = {name: weight for decoder in decoders for name, weight in decoder.quantised.items()}
+        base = _read_base(config, frozen, quantised, mesh) if adapter.rank else ""
         is_cut = placement.home(placement.stages - 1)[0] != 0  # embedding and head are on two ranks
-        shared = "embedding.weight" if config.model.tied and is_cut and mesh.ends.size > 1 else None
+        is_shared = config.model.tied and is_cut and mesh.ends.size > 1 and "embedding.weight" in parameters
+        shared = "embedding.weight" if is_shared else None
         counts = additions(decoders, schedule.actions[mesh.pp.rank])
-        fill = initial_values(config.model, config.run.seed, tp)
+        fill = initial_values(config.model, config.run.seed, tp, adapter)
         optimization = make_optimization(config, mesh, parameters, fill, counts, shared, tp, tuning, watchdog)
+        has_wide_products(device_setup.device.type, torch_dtype(config.precision.compute))  # asked now, not in a pass
         for decoder in decoders:
             decoder.unshard_hooks = optimization.optimizer.weights
+            decoder.gradient_sums = optimization.gradients
         link = _link(config, mesh, tp, placement, device_setup.device, tuning, watchdog)
         yield RunContext(
             config=config,
@@ -162,10 +182,14 @@ def open_run(config: Config, comm: MPI.Intracomm) -> Iterator[RunContext]:
             tuning=tuning,
             store=store,
             device_setup=device_setup,
-            loader=_loader(config, mesh, store, device_setup.device),
+            objective=objective,
+            loader=_loader(config, mesh, store, objective, device_setup.device),
             schedule=schedule,
             bubble=bubble,
             parameters=parameters,
+            frozen=frozen,
+            quantised=quantised,
+            base=base,
             shared=shared,
             optimization=optimization,
             loss_scale=make_loss_scale(config),
@@ -176,13 +200,24 @@ def open_run(config: Config, comm: MPI.Intracomm) -> Iterator[RunContext]:
         optimization.close()
 
 
-def _loader(config: Config, mesh: Mesh, store: TokenStore, device: torch.device) -> Loader:
-    data, tokens = config.data, store.tokens("train")
+def _read_base(
+    config: Config,
+    frozen: Mapping[str, torch.nn.Parameter],
+    quantised: Mapping[str, QuantisedWeight],
+    mesh: Mesh,
+) -> str:
+    """Fill the frozen weights from run.start_from; returns its fingerprint. Collective over the mesh."""
+    shards = Shards(parameter_shapes(config.model), mesh.tp.rank, mesh.tp.size)
+    tensors = {name: parameter.detach() for name, parameter in frozen.items()}
+    return read_base(Path(config.run.start_from), tensors, quantised, shards, mesh.world)
+
+
+def _loader(config: Config, mesh: Mesh, store: TokenStore, objective: Objective, device: torch.device) -> Loader:
+    data, rows = config.data, objective.rows(config, store, "train", mesh.world)
     share = data.global_batch // mesh.dp.size
     return Loader(
-        tokens=tokens,
-        sampler=Sampler(sample_count(len(tokens), data.sequence_length), config.run.seed),
-        sequence=data.sequence_length,
+        rows=rows,
+        sampler=Sampler(rows.count, config.run.seed),
         share=share,
         first=mesh.dp.rank * share,
         global_batch=data.global_batch,
@@ -195,13 +230,15 @@ def _loader(config: Config, mesh: Mesh, store: TokenStore, device: torch.device)
 def _tensor_parallel(config: Config, mesh: Mesh, tuning: Tuning | None, watchdog: Watchdog) -> TensorParallel:
     """Make the group of the ranks that split layers, and its codec. Collective over mesh.tp."""
     group = group_of(mesh.tp)
-    group.wire.waits = Waits(config.limits.stall_s, observer=watchdog)
+    # sums of three ranks or more in a library's own order would differ in bits from MPI to MPI
+    group.wire.waits = Waits(config.limits.stall_s, observer=watchdog, foreground=group.size <= 2)
     group.use_tuning(tuning)
     for each in (group, group.background(LANE)) if group.size > 1 else ():
         prepare(each)  # while no other thread makes windows
     largest = math.prod(_hidden_shape(config, mesh))
     codec = traffic_codecs(config.communication)["tensor"]
-    codec = link_codec(codec, largest, group.nodes == 1, tuning, _name(torch_dtype(config.precision.compute)))
+    if tuning:
+        codec = link_codec(codec, largest, group.nodes == 1, tuning, _name(torch_dtype(config.precision.compute)))
     return tensor_parallel(group, config.mesh.sequence_parallel, codec)
 
 
@@ -228,10 +265,12 @@ def _link(
     shape = (size, sequence // tp.parts, hidden)
     dtype = torch_dtype(config.precision.compute)
     codecs: Codecs = {}
-    measured = tuning if device.type == "cpu" else None  # of the CPU's codecs
+    on_cpu = device.type == "cpu"  # rates are of the CPU's codecs
+    wire = on_root(mesh.pp, lambda: wire_gb_s(find_nics())) if on_cpu and tuning is None else None
     neighbours = {(mesh.pp.rank + step) % mesh.pp.size for step in (-1, 1)} - {mesh.pp.rank}
     for way, kind in ((FORWARD, "forward"), (BACKWARD, "backward")):
         for peer in neighbours:
             name = traffic_codecs(config.communication)[kind]
-            codecs[way, peer] = link_codec(name, math.prod(shape), mesh.shares_node(peer), measured, _name(dtype))
+            known = (mesh.shares_node(peer), tuning, _name(dtype), wire)
+            codecs[way, peer] = link_codec(name, math.prod(shape), *known) if on_cpu else name
     return Link(mesh, placement, shape, Waits(config.limits.stall_s, observer=watchdog), codecs, dtype, device)

@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from hpcllm.codecs.gpu.device_codecs import damage_words
 from hpcllm.config.schema import Config
-from hpcllm.data.loader import HASH_BITS
-from hpcllm.errors import NonFiniteError
+from hpcllm.data.loader import HASH_BITS, Batch
+from hpcllm.errors import CodecError, NonFiniteError
 from hpcllm.optim.replica_check import check_state
 from hpcllm.training.log import Traffic
 from hpcllm.training.requests import RequestCounts, Requests
@@ -85,45 +86,77 @@ def make_loss_scale(config: Config) -> LossScale:
 class Local:
     """Result of a step's passes on one rank."""
 
-    loss: float  # part of this rank, in nats a token of the global batch; 0 on all ranks but that of the last stage
+    loss: float  # this rank's part of the mean over the global batch; 0 on all but the last stage
     squares: float  # sum over the gradients that this rank counts (Gradients.squared_norm)
     samples: int  # hash of the samples that this rank read, see loader.samples_hash
     input_s: float  # seconds of reading them, or the next ones
+    next_counted: int = 0  # targets that count in the samples that this rank has read ahead
+    counted: int = 0  # targets that count in the global batch of this step, the same on every rank
+    figures: tuple[float, ...] = ()  # parts of the objective's figures, as the loss is
 
 
 @dataclass(frozen=True)
 class Agreed:
     """Result of a step, the same numbers on every rank."""
 
-    loss: float  # nats a token, over the global batch
+    loss: float  # nats a counted token, or what the objective says, over the global batch
     gradient_norm: float  # of the loss itself, whatever it was scaled with; not finite where a scaled gradient is not
     requests: Requests  # to save, to stop
     samples: str  # hash of the samples that were read and of their order, see loader.samples_hash
     is_written: bool  # all ranks are done with the checkpoint under way
     traffic: Traffic  # of the step, with the weights gathered behind its forward pass; summed over the ranks
     spent: Spent  # seconds and joules since the step before, summed over the ranks
+    figures: tuple[float, ...] = ()  # of the objective, means over the global batch
 
 
 def forward_backward(run: RunContext, step: int, position: int) -> Local:
     """Sum up the gradients of the batch at `position`, times the loss scale.
 
     step: number of steps that the run has made, which decides if traffic is still exact. Collective over the mesh.
-    Raises StallError.
+    Raises StallError; CodecError on a rank that decoded damaged bytes in this step.
     """
-    data, communication, before_s = run.config.data, run.config.communication, run.loader.input_s
-    tokens = data.global_batch * data.sequence_length
+    communication, before_s = run.config.communication, run.loader.input_s
     exact = step < communication.exact_steps
     run.engine.set_exact(exact)
     run.optimizer.weights.exact = exact
     log.debug("step %d, samples from %d", step + 1, position)
     batch = run.loader.take(position)
+    counted = _counted(run, batch)
+    units = run.config.data.global_batch if run.objective.is_per_sample else counted
+    criteria = run.objective.criteria(run, batch.rows)
     run.gradients.begin(step, exact)
-    loss = run.engine.run(run.schedule, batch.inputs, batch.targets, run.loss_scale.value / tokens)
+    scale = run.loss_scale.value / units
+    sums = run.engine.run(run.schedule, batch.inputs, batch.targets, scale, batch.documents, criteria)
     run.loader.read_ahead(position)
     run.gradients.finish()
     # the one place of a step where the host waits for everything that it has handed to the device
-    nats, squares = torch.stack([loss, run.gradients.squared_norm()]).tolist()
-    return Local(nats / tokens, squares, batch.hash, run.loader.input_s - before_s)
+    words = damage_words(sums.device)
+    rest = torch.stack([run.gradients.squared_norm(), *(word.double().squeeze() for _, word in words)])
+    found = torch.cat([sums, rest]).tolist()
+    totals, (squares, *tiles) = found[: len(sums)], found[len(sums) :]
+    if damages := [codec.damage(int(tile)) for (codec, _), tile in zip(words, tiles, strict=True) if tile]:
+        raise CodecError(f"rank {run.mesh.world.rank}: {damages[0]}")
+    loss, *figures = (total / units for total in totals)
+    ahead, input_s = run.loader.ahead, run.loader.input_s - before_s
+    return Local(loss, squares, batch.hash, input_s, ahead.counted if ahead else 0, counted, tuple(figures))
+
+
+def _counted(run: RunContext, batch: Batch) -> int:
+    """Return how many targets of the global batch count, at least 1, for the loss is divided by it.
+
+    The step before has agreed on it, together with its own results; only the first step asks. Collective over the mesh.
+    """
+    position, count = run.loader.counted
+    if position != batch.position:
+        sums = np.array([float(batch.counted)])
+        run.control.allreduce(run.mesh.world, sums, lambda: "all ranks to count the targets of a step")
+        count = _of_replicas(run, sums[0])
+    return max(1, count)
+
+
+def _of_replicas(run: RunContext, total: float) -> int:
+    """Sum over the replicas, from that over all ranks: the ranks of a replica have read the same."""
+    return int(total) // (run.mesh.pp.size * run.mesh.tp.size)
 
 
 def agree(
@@ -139,11 +172,14 @@ def agree(
     Collective over the mesh.
     """
     mesh = run.mesh
-    sums = np.array([local.loss, local.squares, local.samples, is_written, *requests, *traffic, *spent])
+    own = [local.loss, local.squares, local.samples, is_written, local.next_counted, *local.figures]
+    sums = np.array([*own, *requests, *traffic, *spent])
     run.control.allreduce(mesh.world, sums, lambda: "all ranks to agree on a step's loss and gradient norm")
-    loss, squares, samples, written = sums[:4].tolist()
-    requests, traffic, spent = np.split(sums[4:], [len(requests), len(requests) + len(traffic)])
-    each = int(samples) // (mesh.pp.size * mesh.tp.size) % (1 << HASH_BITS)  # all ranks of a replica have read the same
+    loss, squares, samples, written, counted, *figures = sums[: len(own)].tolist()
+    requests, traffic, spent = np.split(sums[len(own) :], [len(requests), len(requests) + len(traffic)])
+    each = _of_replicas(run, samples) % (1 << HASH_BITS)
+    if ahead := run.loader.ahead:
+        run.loader.counted = ahead.position, _of_replicas(run, counted)
     return Agreed(
         loss=loss,
         gradient_norm=math.sqrt(squares) / run.loss_scale.value,
@@ -152,6 +188,7 @@ def agree(
         is_written=written == mesh.world.size,
         traffic=traffic,
         spent=spent,
+        figures=tuple(figures),
     )
 
 

@@ -29,6 +29,7 @@ class Summary:
     loss: float  # of the last step; NaN if this start made none
     validation: Validation | None
     zstd19_bits_per_byte: float
+    is_chat: bool  # it was trained on chats, which `generate --chat` goes on with
     tokens_per_s: float
     checkpoint: Path | None
     stopped_by: str  # why this start ended early, or ''
@@ -57,7 +58,8 @@ class Summary:
         if self.checkpoint:
             path = shlex.quote(str(self.checkpoint))
             rows.append(("checkpoint", str(self.checkpoint)))
-            rows.append(("generate", _command("generate", path, "--prompt", "'def main('")))
+            prompt = ("--chat", "--prompt", "'Hello'") if self.is_chat else ("--prompt", "'def main('")
+            rows.append(("generate", _command("generate", path, *prompt)))
         return rows
 
     def as_dict(self) -> dict[str, Any]:
@@ -72,6 +74,7 @@ class Summary:
             "loss": self.loss if math.isfinite(self.loss) else None,
             "validation_loss": validation.loss if validation else None,
             "bits_per_byte": validation.bits_per_byte if validation else None,
+            **({f"validation_{key}": value for key, value in validation.figures.items()} if validation else {}),
             "zstd19_bits_per_byte": self.zstd19_bits_per_byte if math.isfinite(self.zstd19_bits_per_byte) else None,
             "tokens_per_s": self.tokens_per_s,
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
@@ -86,11 +89,13 @@ class Summary:
     def _held_out(self) -> list[tuple[str, str]]:
         if not self.validation:
             return [] if self.stopped_by else [("held-out loss", "none: the store has too little validation text")]
+        rows = [("held-out loss", f"{self.validation.loss:.4f}, {self.validation.samples} samples")]
+        if "rewards/accuracies" in self.validation.figures:
+            rows.append(("accuracy", f"{self.validation.figures['rewards/accuracies']:.3f} of held-out pairs"))
+        if self.validation.bits_per_byte is None:
+            return rows
         zstd = f"   (zstd -19: {self.zstd19_bits_per_byte:.3f})" if math.isfinite(self.zstd19_bits_per_byte) else ""
-        return [
-            ("held-out loss", f"{self.validation.loss:.4f}, {self.validation.samples} samples"),
-            ("bits per byte", f"{self.validation.bits_per_byte:.3f} on held-out text{zstd}"),
-        ]
+        return [*rows, ("bits per byte", f"{self.validation.bits_per_byte:.3f} on held-out text{zstd}")]
 
 
 def _command(*words: str) -> str:

@@ -47,7 +47,7 @@ GROUPS = {  # beginning or end of a key -> group
     "time": ("time_",),
     "checkpoint": ("checkpoint_",),
     "energy": ("energy_", "cost", "_hours"),
-    "optimizer": ("learning_rate", "grad_norm", "loss_scale", "skipped_steps"),
+    "optimizer": ("learning_rate", "grad_norm", "loss_scale", "skipped_steps", "targets"),
 }
 
 
@@ -81,8 +81,8 @@ def open_tracker(name: str, folder: Path, first_step: int) -> Tracker:
 
 def tag(key: str) -> str:
     """Name of a logged number in trackers, with its group: 'gradients_bytes' -> 'communication/gradients_bytes'."""
-    if key in TAGS:
-        return TAGS[key]
+    if key in TAGS or "/" in key:
+        return TAGS.get(key, key)
     for group, parts in GROUPS.items():
         if any(key.startswith(part) or key.endswith(part) for part in parts):
             return f"{group}/{key.removeprefix(f'{group}_')}"

@@ -6,4 +6,5 @@ safetensors.py    the format of a file of tensors (pure)
 folder.py         what a folder holds, checked; any box of it, on any rank
 convert.py        the command, and folder -> checkpoint; export.py: checkpoint -> folder
 start.py          a run that begins with the weights of either
+base.py           the frozen weights below a run's adapters; merge.py: both as one model; peft.py: adapters <-> PEFT
 """

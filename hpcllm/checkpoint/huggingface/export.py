@@ -22,19 +22,27 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
 
 from hpcllm.checkpoint.file_layout import temporary_path
 from hpcllm.checkpoint.huggingface.architectures import Architecture, canonical, read_model, write_model
-from hpcllm.checkpoint.huggingface.folder import CARRIED, COMPANIONS, CONFIG, INDEX, SINGLE, TOKENIZER_FILE
+from hpcllm.checkpoint.huggingface.folder import (
+    CARRIED,
+    COMPANIONS,
+    CONFIG,
+    INDEX,
+    SINGLE,
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+)
 from hpcllm.checkpoint.huggingface.safetensors import lay_out
 from hpcllm.checkpoint.huggingface.settings import Settings
 from hpcllm.checkpoint.huggingface.tensor_map import MappedTensor
-from hpcllm.checkpoint.layout import END_OF_TEXT_NAMES, MODEL, Attribute, DatasetSpec, as_bytes, my_blocks
-from hpcllm.checkpoint.reader import Checkpoint, map_ahead
+from hpcllm.checkpoint.layout import END_OF_TEXT_NAMES, MODEL, TEMPLATE, Attribute, DatasetSpec, as_bytes, my_blocks
+from hpcllm.checkpoint.reader import map_ahead
 from hpcllm.checkpoint.slabs import Slab, runs
 from hpcllm.checkpoint.state import as_tensor
 from hpcllm.config.schema import ModelConfig
@@ -43,7 +51,23 @@ from hpcllm.model.shapes import parameter_shapes
 from hpcllm.mpi.collective_errors import on_all, on_root, rank_and_size
 from hpcllm.system.raw_files import disk_errors, sync, write_at
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 DTYPE_OPTIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as on the command line -> as files have it
+
+
+class Source(Protocol):
+    """Whole weights: a checkpoint, or adapters merged into their base."""
+
+    @property
+    def comm(self) -> MPI.Intracomm | None: ...
+
+    @property
+    def specs(self) -> Mapping[str, DatasetSpec]: ...
+
+    def read(self, slab: Slab) -> np.ndarray:
+        """Read a slab, in its shape and the stored type (bfloat16 as uint16). Not collective, for any thread."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +108,7 @@ def plan_export(
 
 
 def write_folder(
-    checkpoint: Checkpoint,
+    source: Source,
     kind: str,
     plan: ExportPlan,
     texts: Mapping[str, str],
@@ -93,15 +117,15 @@ def write_folder(
 ) -> list[str]:
     """Write the folder; an empty folder at `target` is replaced once it is whole.
 
-    kind: of the checkpoint's tensors to write, model or optimizer/master. texts: file -> its text. advance: gets
+    kind: of the source's tensors to write, model or optimizer/master. texts: file -> its text. advance: gets
     the bytes that this rank has read, as it does. Returns the names of tensors that hold NaN or infinite values, of
-    which this rank has seen a block. Collective over checkpoint.comm.
+    which this rank has seen a block. Collective over source.comm.
     Raises CheckpointError, HuggingFaceError; what was written is then removed.
     """
-    comm = checkpoint.comm
+    comm = source.comm
     with temporary_path(target, comm) as folder:
         on_root(comm, lambda: _create(folder, plan))
-        not_finite = _write_blocks(checkpoint, kind, plan, folder, advance)
+        not_finite = _write_blocks(source, kind, plan, folder, advance)
         on_root(comm, lambda: _finish(folder, target, plan, texts))
     return not_finite
 
@@ -136,17 +160,18 @@ def _create(folder: Path, plan: ExportPlan) -> None:
 
 
 def _write_blocks(
-    checkpoint: Checkpoint, kind: str, plan: ExportPlan, folder: Path, advance: Callable[[int], None]
+    source: Source, kind: str, plan: ExportPlan, folder: Path, advance: Callable[[int], None]
 ) -> list[str]:
-    rank, ranks = rank_and_size(checkpoint.comm)
-    specs = {name: checkpoint.datasets[f"{kind}/{name}"].spec for name in plan.tensor_map}
+    rank, ranks = rank_and_size(source.comm)
+    specs = {name: source.specs[f"{kind}/{name}"] for name in plan.tensor_map}
     blocks = my_blocks(specs, rank, ranks)
     not_finite: dict[str, None] = {}
 
     def copy() -> None:
         files: dict[str, BinaryIO] = {}
         with contextlib.ExitStack() as closing:
-            read = map_ahead(lambda block: checkpoint.read_block(f"{kind}/{block[0]}", block[1]), blocks, ranks)
+            slabs = (specs[name].block(f"{kind}/{name}", index) for name, index in blocks)
+            read = map_ahead(source.read, slabs, ranks)
             for (name, index), values in zip(blocks, read, strict=True):
                 advance(values.nbytes)
                 if not is_finite(values, specs[name].dtype):
@@ -160,7 +185,7 @@ def _write_blocks(
             for out in files.values():
                 os.fsync(out.fileno())
 
-    on_all(checkpoint.comm, copy)
+    on_all(source.comm, copy)
     return list(not_finite)
 
 
@@ -203,6 +228,8 @@ def make_texts(
     first that can say the model. dtype: of the weights; keeps_types: none were rounded to it. Raises HuggingFaceError.
     """
     words = {TOKENIZER_FILE: tokenizer} if tokenizer else {}
+    if template := str(attributes.get(TEMPLATE, "")):
+        words[TEMPLATE_FILE] = template
     names = {file: f"{CARRIED}/{file}" for file in (CONFIG, *COMPANIONS)}
     carried = {file: str(attributes[name]) for file, name in names.items() if name in attributes}
     if CONFIG in carried:

@@ -40,10 +40,10 @@ from hpcllm.system.text import printable
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-CONFIG, TOKENIZER_FILE = "config.json", "tokenizer.json"
+CONFIG, TOKENIZER_FILE, TEMPLATE_FILE = "config.json", "tokenizer.json", "chat_template.jinja"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # carried along unread, so that what came from a folder goes back into one as it was
-COMPANIONS = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+COMPANIONS = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE_FILE)
 CARRIED = "interchange"  # group of the attributes that hold a folder's small files, as they were
 _LARGEST_TEXT_BYTES = 1 << 28
 _LARGEST_CONFIG_BYTES = 1 << 24
@@ -66,7 +66,7 @@ def read_contents(path: Path) -> Contents:
     """Read and check everything but the tensors. Not collective. Raises HuggingFaceError."""
     if not path.is_dir():
         raise HuggingFaceError(f"there is no folder {str(path)!r}")
-    texts = {name: text for name in (CONFIG, TOKENIZER_FILE, *COMPANIONS) if (text := _text(path / name)) is not None}
+    texts = {name: text for name in (CONFIG, TOKENIZER_FILE, *COMPANIONS) if (text := text_of(path / name)) is not None}
     if CONFIG not in texts:
         raise HuggingFaceError(f"{path} has no {CONFIG}; a Hugging Face folder has one, beside its .safetensors")
     if TOKENIZER_FILE in texts:
@@ -102,7 +102,7 @@ def parse(text: str, path: Path) -> dict[str, Any]:
     return table
 
 
-def _text(path: Path) -> str | None:
+def text_of(path: Path) -> str | None:
     """Read a text file; None if there is none. Raises HuggingFaceError."""
     if not path.exists():
         return None
@@ -128,7 +128,7 @@ def _entries(path: Path) -> dict[str, tuple[str, Entry]]:
     index = _index(path)
     entries: dict[str, tuple[str, Entry]] = {}
     for file in dict.fromkeys(index.values()) if index is not None else [SINGLE]:
-        for name, entry in _header(path / file).items():
+        for name, entry in header_of(path / file).items():
             if name in entries:
                 raise HuggingFaceError(f"{path} has {printable(name)!r} in {entries[name][0]} and again in {file}")
             entries[name] = (file, entry)
@@ -142,7 +142,7 @@ def _index(path: Path) -> dict[str, str] | None:
     """Name -> file of a folder in shards; None for a single file. Raises HuggingFaceError."""
     if (path / SINGLE).exists():
         return None
-    text = _text(path / INDEX)
+    text = text_of(path / INDEX)
     if text is None:
         pickled = next(iter(sorted(path.glob("*.bin"))), None)
         why = f"; {pickled.name} is pickled, and reading it would run whatever code it holds" if pickled else ""
@@ -159,7 +159,8 @@ def _index(path: Path) -> dict[str, str] | None:
     return files
 
 
-def _header(path: Path) -> dict[str, Entry]:
+def header_of(path: Path) -> dict[str, Entry]:
+    """Read the header of a file of tensors. Raises HuggingFaceError."""
     size = _file_bytes(path)
     try:
         with disk_errors(HuggingFaceError, "cannot be read"), path.open("rb") as file:
@@ -195,23 +196,23 @@ def _check_tied(path: Path, entries: Mapping[str, tuple[str, Entry]], embedding:
 
 def _same_bytes(path: Path, *two: tuple[str, Entry]) -> bool:
     with contextlib.ExitStack() as files:
-        opened = [_open(path / file, files) for file, _ in two]
+        opened = [files.enter_context(open_file(path / file)) for file, _ in two]
         for done in range(0, two[0][1].bytes, _REQUEST_BYTES):
             parts = [bytearray(min(_REQUEST_BYTES, entry.bytes - done)) for _, entry in two]
             for file, part, (_, entry) in zip(opened, parts, two, strict=True):
-                _fill_from(file, memoryview(part), entry.offset + done)
+                read_into(file, memoryview(part), entry.offset + done)
             if parts[0] != parts[1]:
                 return False
     return True
 
 
-def _open(path: Path, files: contextlib.ExitStack) -> BinaryIO:
-    """Open a file for reading until `files` are closed. Raises HuggingFaceError."""
+def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading. Raises HuggingFaceError."""
     with disk_errors(HuggingFaceError, f"cannot read {path}"):
-        return files.enter_context(path.open("rb", buffering=0))
+        return path.open("rb", buffering=0)
 
 
-def _fill_from(file: BinaryIO, out: memoryview, offset: int) -> None:
+def read_into(file: BinaryIO, out: memoryview, offset: int) -> None:
     """Fill `out` from byte `offset` of the file on. Raises HuggingFaceError."""
     with disk_errors(HuggingFaceError, f"cannot read {file.name}"):
         count = read_at(file.fileno(), out, offset)
@@ -236,8 +237,8 @@ def which(path: Path) -> tuple[Path, bool]:
 class Folder:
     """An open folder; close it, or use it in a `with` statement. Reading is not collective."""
 
-    def __init__(self, path: Path, contents: Contents) -> None:
-        self.path = path
+    def __init__(self, path: Path, contents: Contents, comm: MPI.Intracomm | None = None) -> None:
+        self.path, self.comm = path, comm
         self.kind, self.model, self.texts, self.notes = contents.kind, contents.model, contents.texts, contents.notes
         self._tensor_map, self._entries = contents.tensor_map, contents.entries
         self._shapes = parameter_shapes(contents.model)
@@ -251,7 +252,7 @@ class Folder:
     @classmethod
     def open(cls, path: Path, comm: MPI.Intracomm | None = None) -> Folder:
         """Check all but the tensors, on rank 0. Collective over comm. Raises HuggingFaceError on all ranks."""
-        return cls(path, on_root(comm, lambda: read_contents(path)))
+        return cls(path, on_root(comm, lambda: read_contents(path)), comm)
 
     def close(self) -> None:
         self._files.clear()
@@ -290,8 +291,8 @@ class Folder:
     def _fill(self, out: memoryview, slab: Slab) -> None:
         file, entry = self._entries[slab.dataset]
         if file not in self._files:
-            self._files[file] = _open(self.path / file, self._closing)
+            self._files[file] = self._closing.enter_context(open_file(self.path / file))
         done = 0
         for offset, length in runs(slab, entry.shape, STORED_AS[DTYPES[entry.dtype]].itemsize):
-            _fill_from(self._files[file], out[done : done + length], entry.offset + offset)
+            read_into(self._files[file], out[done : done + length], entry.offset + offset)
             done += length

@@ -9,8 +9,8 @@ Neither goes through a conversion: a folder is read in place, box by box, whatev
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from hpcllm.checkpoint.huggingface.architectures import canonical
 from hpcllm.checkpoint.huggingface.folder import Folder, read_contents, which
 from hpcllm.checkpoint.layout import MASTER, MODEL
 from hpcllm.checkpoint.reader import Checkpoint
-from hpcllm.checkpoint.restore import restore, tokenizer_json
+from hpcllm.checkpoint.restore import restore
 from hpcllm.checkpoint.state import Shards, as_tensor, facts
 from hpcllm.config.input_files import fault_of
 from hpcllm.config.names import shown
@@ -75,28 +75,44 @@ def model_of(path: Path) -> ModelConfig:
         return canonical(from_tables(facts(checkpoint).config).model)
 
 
-def read_weights(path: Path, shards: Shards, pieces: Sequence[Piece], comm: MPI.Intracomm) -> str:
+def read_weights(path: Path, shards: Shards, pieces: Sequence[Piece], comm: MPI.Intracomm) -> None:
     """Fill this rank's weights in place, and its master weights where it has them. Collective over comm.
 
-    pieces: of any kind; moments stay as they are. Values are converted to the type of the piece. Returns the tokenizer
-    that belongs to the weights, as JSON; empty if there is none. Raises HuggingFaceError, CheckpointError on all ranks.
+    pieces: of any kind; moments stay as they are. Values are converted to the type of the piece. Raises
+    HuggingFaceError, CheckpointError on all ranks.
     """
     weights = [piece for piece in pieces if piece.kind in (MODEL, MASTER)]
+    with open_weights(path, comm) as source:
+        fill_weights(source, shards, weights)
+
+
+@contextmanager
+def open_weights(path: Path, comm: MPI.Intracomm | None) -> Iterator[Checkpoint | Folder]:
+    """Open whole weights. Collective over comm. Raises ConfigError, HuggingFaceError, CheckpointError on all ranks."""
     path, is_folder = on_root(comm, lambda: which(path))
-    if is_folder:
-        with Folder.open(path, comm) as folder:
-            on_all(comm, lambda: _fill(folder, shards, weights))
-            return folder.tokenizer_json
-    with Checkpoint.open(path, comm) as checkpoint:
-        restore(checkpoint, shards, weights)
-        return on_root(comm, lambda: tokenizer_json(checkpoint))
+    with Folder.open(path, comm) if is_folder else Checkpoint.open(path, comm) as source:
+        on_root(comm, lambda: None if isinstance(source, Folder) else _check_whole(source))
+        yield source
 
 
-def same_tokens(one: str, other: str) -> bool:
-    """True if two tokenizers, as JSON, give the same numbers to the same pieces of text."""
-    models = [json.loads(text).get("model") for text in (one, other)]
-    tables = [model.get("vocab") if isinstance(model, dict) else None for model in models]
-    return bool(tables[0] == tables[1])
+def fill_weights(source: Checkpoint | Folder, shards: Shards, pieces: Sequence[Piece]) -> None:
+    """Fill pieces of weights and master weights in place, converted to their type. Collective over source's ranks.
+
+    Raises HuggingFaceError, CheckpointError on all ranks.
+    """
+    if isinstance(source, Checkpoint):
+        restore(source, shards, pieces)
+    else:
+        on_all(source.comm, lambda: _fill(source, shards, pieces))
+
+
+def _check_whole(checkpoint: Checkpoint) -> None:
+    base = facts(checkpoint)
+    if base.base:
+        raise ConfigError(
+            f"{checkpoint.path} holds adapters alone, of the weights {base.config['run']['start_from']!r}; begin with "
+            "those, or with what `hpcllm checkpoint convert` makes of both"
+        )
 
 
 def _source(config: Config) -> Path:
