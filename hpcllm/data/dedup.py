@@ -35,6 +35,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -113,6 +114,7 @@ class DocumentIndex:
     keys: array[int] = field(default_factory=lambda: array("Q"))
     sizes: array[int] = field(default_factory=lambda: array("q"))
     problems: Problems = field(default_factory=Problems)
+    kinds: Counter[str] = field(default_factory=Counter)  # kind of a document -> how many
     sample: TokenizerSample = field(default_factory=TokenizerSample)
 
     def digest_array(self) -> Digests:
@@ -211,22 +213,29 @@ def index_documents(items: Iterator[Document | Problem], seed: int, validation_f
         if isinstance(item, Problem):
             index.problems.add(item.reason, item.origin)
             continue
-        name = digest(item.text)
+        name = digest(item.identity)
         key = split_key(name, seed)
         if key >= limit:
             index.sample.offer(key, len(index.keys), item.text)
         index.digests += name
         index.keys.append(key)
         index.sizes.append(item.size_bytes)
+        index.kinds[item.kind] += 1
     return index
 
 
-def assign_splits(index: DocumentIndex, validation_fraction: float, comm: MPI.Intracomm) -> Assignment:
-    """Drop duplicates and count what earlier ranks have. Collective over comm."""
+def assign_splits(
+    index: DocumentIndex, validation_fraction: float, comm: MPI.Intracomm, documents_each: int = 1
+) -> Assignment:
+    """Drop duplicates and count what earlier ranks have. Collective over comm.
+
+    documents_each: 2 where what was read as one, a pair of preferences, is stored as two documents.
+    """
     stays = first_occurrences(index.digest_array(), comm)
     keys, sizes = np.array(index.keys, np.uint64), np.array(index.sizes, np.int64)
     validation = keys < np.uint64(validation_keys(validation_fraction))
-    counts = [n for split in (stays & ~validation, stays & validation) for n in (split.sum(), sizes[split].sum())]
+    staying = (stays & ~validation, stays & validation)
+    counts = [n for split in staying for n in (documents_each * split.sum(), sizes[split].sum())]
     before, total = before_and_total(counts, comm)
     by_split = ({split: Amount(*n[2 * i : 2 * i + 2]) for i, split in enumerate(SPLITS)} for n in (before, total))
     return Assignment(stays, validation, *by_split)

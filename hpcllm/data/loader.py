@@ -9,6 +9,7 @@ Positions of a run follow each other, so what comes next is known; a step that w
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,8 +17,10 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from hpcllm.data.sampler import Sampler, read_batch
+from hpcllm.data.packing import Rows, read_samples
+from hpcllm.data.sampler import Sampler
 from hpcllm.data.store_watch import StoreWatch
+from hpcllm.model.documents import Documents
 
 HASH_BITS = 32
 
@@ -29,6 +32,9 @@ class Batch:
     position: int  # of the global batch in the run
     inputs: torch.Tensor
     targets: torch.Tensor
+    documents: list[Documents | None]  # of each microbatch; None: a sample is one document, or counts as one
+    rows: Sequence[int | None]  # numbers of the rows of this replica, in order
+    counted: int  # targets of this replica that count
     hash: int  # see samples_hash
 
 
@@ -36,9 +42,8 @@ class Batch:
 class Loader:
     """Reads one replica's share of the samples of a run."""
 
-    tokens: NDArray[np.integer]  # of the training split, mapped once: a store rewritten meanwhile changes nothing
+    rows: Rows  # of the training split, mapped once: a store rewritten meanwhile changes nothing
     sampler: Sampler
-    sequence: int  # tokens of a sample
     share: int  # samples of a step
     first: int  # offset of this replica's samples in the global batch
     global_batch: int
@@ -46,17 +51,23 @@ class Loader:
     device: torch.device
     watch: StoreWatch | None = None  # verifies now and then what is read
     input_s: float = 0.0  # seconds spent reading so far
+    counted: tuple[int, int] = (-1, 0)  # a position, and the number of targets that count in all of its global batch
     _next: Batch | None = None
     _upload: Upload | None = field(init=False)
 
     def __post_init__(self) -> None:
-        shape = (self.share, self.sequence + 1)
+        shape = (3, self.share, self.rows.sequence)
         self._upload = Upload(shape, self.device) if self.device.type != "cpu" else None
 
     def take(self, position: int) -> Batch:
         """Return the batch at `position`, read ahead or read now."""
         batch, self._next = self._next, None
         return batch if batch and batch.position == position else self._read(position)
+
+    @property
+    def ahead(self) -> Batch | None:
+        """The batch that was read ahead."""
+        return self._next
 
     def read_ahead(self, position: int) -> None:
         """Read the batch that follows the one at `position`."""
@@ -67,16 +78,28 @@ class Loader:
         first = position + self.first
         if self.watch:
             self.watch.will_read()
-        rows = read_batch(self.tokens, self.sampler, self.sequence, first, self.share)
+        laid = read_samples(self.rows, self.sampler, first, self.share)
         if self.watch:
-            self.watch.saw(self.sampler.index(first) * self.sequence)
-        batch = torch.from_numpy(rows)
+            self.watch.saw(self.rows.first_token(self.sampler.index(first)))
+        planes = torch.from_numpy(laid.planes)
         if self._upload:
-            batch = self._upload(batch)
-        batch = batch.view(self.microbatches, -1, self.sequence + 1)
-        result = Batch(position, batch[..., :-1], batch[..., 1:].contiguous(), samples_hash(rows, first))
+            planes = self._upload(planes)
+        inputs, targets, positions = planes.view(3, self.microbatches, -1, self.rows.sequence)
+        documents = documents_of(laid.lengths, positions)
+        seen = samples_hash(laid.tokens, first)
+        result = Batch(position, inputs, targets, documents, laid.numbers, laid.counted, seen)
         self.input_s += time.perf_counter() - start
         return result
+
+
+def documents_of(lengths: Sequence[NDArray[np.int64]], positions: torch.Tensor) -> list[Documents | None]:
+    """Name the documents of each microbatch. lengths: of the pieces of each row; positions: (microbatches, ...)."""
+    size = positions.shape[1]
+    parts = [lengths[at : at + size] for at in range(0, len(lengths), size)]
+    return [
+        None if all(len(row) == 1 for row in part) else Documents(np.concatenate(part), places)
+        for part, places in zip(parts, positions, strict=True)
+    ]
 
 
 class Upload:

@@ -1,6 +1,6 @@
 """Text -> token store, by any number of ranks, the same bits from each.
 
-    all ranks   read --> normalise --> digest, split key, size              pass 1, dedup.py
+    all ranks   read --> normalise, or render chats --> digest, split key, size     pass 1, dedup.py
     exchange    exact duplicates go, the first in global order stays        dedup.py
     rank 0      trains a tokenizer on a sample, or loads one; broadcast     tokenizer.py
     all ranks   read again --> tokenize --> spill to disk                   pass 2, store_writer.py
@@ -21,7 +21,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -29,12 +29,23 @@ import numpy as np
 import zstandard
 from mpi4py import MPI
 
+from hpcllm.checkpoint.layout import END_OF_TEXT
 from hpcllm.data import store_writer, tokenizer
+from hpcllm.data.chat import ChatRows, open_template
+from hpcllm.data.chat_template import (
+    NAMES,
+    NO_TEMPLATE,
+    OWN,
+    PLAIN,
+    TEMPLATES,
+    TemplateSource,
+    own_template,
+)
 from hpcllm.data.dedup import Assignment, DocumentIndex, assign_splits, before_and_total, gather_array, index_documents
-from hpcllm.data.documents import Document, Problem, read_documents
+from hpcllm.data.documents import Document, Problem, RowReader, TextRows, read_documents
 from hpcllm.data.inputs import Unit, find_units, share
 from hpcllm.data.prepare_report import PrepareReport, gather_problems, say_training, show_progress
-from hpcllm.data.store import LARGEST_VOCABULARY, SPLITS, Header, is_store, store_fingerprint
+from hpcllm.data.store import KINDS, LARGEST_VOCABULARY, SPLITS, Header, is_store, store_fingerprint
 from hpcllm.errors import CheckpointError, CollectiveError, DataError
 from hpcllm.mpi.collective_errors import on_all, on_root
 from hpcllm.mpi.wait import WORK, meet, together
@@ -48,7 +59,8 @@ class PrepareOptions:
     """Input, output and settings of `prepare`. Raises DataError for a value out of range.
 
     inputs: files and folders; none: the source of the Python standard library. field: key of the text in a line of
-    .jsonl, column of a table. vocabulary: of a tokenizer to be trained; one that is given keeps its own.
+    .jsonl, column of a table. vocabulary: of a tokenizer to be trained; one that is given keeps its own. template: of
+    chats, a name of chat_template.NAMES; "": the inputs are text.
     """
 
     inputs: tuple[Path, ...] = ()
@@ -58,6 +70,7 @@ class PrepareOptions:
     tokenizer: Path | None = None
     validation_fraction: float = 0.02
     seed: int = 0
+    template: str = ""
 
     def __post_init__(self) -> None:
         smallest, largest = tokenizer.SMALLEST_VOCABULARY, LARGEST_VOCABULARY
@@ -69,6 +82,10 @@ class PrepareOptions:
             )
         if not 0 <= self.seed < 2**63:
             raise DataError(f"seed = {self.seed}; valid: 0 <= seed < 2^63")
+        if self.template and self.template not in NAMES:
+            raise DataError(f"template = {self.template!r}; valid: {', '.join(NAMES)}")
+        if self.template and not self.inputs:
+            raise DataError("chats need inputs: files of rows with messages, prompt and completion, or preferences")
 
 
 def prepare(options: PrepareOptions, comm: MPI.Intracomm) -> PrepareReport:
@@ -78,34 +95,43 @@ def prepare(options: PrepareOptions, comm: MPI.Intracomm) -> PrepareReport:
     input changes meanwhile; CollectiveError if a rank fails. An older store then stays as it was.
     """
     start_s = MPI.Wtime()
-    given = on_root(comm, lambda: _check(options))
+    given, source = on_root(comm, lambda: _check(options))
     _share_threads(comm)
     units, skipped = _my_units(options, comm)
 
-    def read(label: str, total_bytes: int) -> Iterator[Document | Problem]:
-        items = (item for unit in units for item in read_documents(unit, options.field))
-        return show_progress(items, label, total_bytes, comm)
-
     with ExitStack() as cleanup:
+        rows = on_all(comm, lambda: cleanup.enter_context(_row_reader(options, source, given)))
+
+        def read(label: str, total_bytes: int) -> Iterator[Document | Problem]:
+            items = (item for unit in units for item in read_documents(unit, rows))
+            return show_progress(items, label, total_bytes, comm)
+
         folder = on_root(comm, lambda: _make_folder(options.output))
         if comm.rank == 0:
             cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
         index = on_all(comm, lambda: index_documents(read("reading", 0), options.seed, options.validation_fraction))
-        assignment = assign_splits(index, options.validation_fraction, comm)
+        kind = _kind(index, comm)
+        assignment = assign_splits(index, options.validation_fraction, comm, 2 if kind == "preferences" else 1)
         _check_any_left(index, assignment, comm)
         tokenizer_json, cuts = given, 0
         if tokenizer_json is None:
             sample = index.sample.gather(assignment.stays, comm)
             say_training(sample, options.vocabulary)
             cuts = tokenizer.long_words(sample)
-            tokenizer_json = _on_first(comm, lambda: tokenizer.train(sample, options.vocabulary))
+            tokenizer_json = _on_first(comm, lambda: tokenizer.train(sample, options.vocabulary, source.controls))
         encoder = on_all(comm, lambda: tokenizer.Encoder(tokenizer_json))
         texts = (item for item in read("tokenizing", sum(index.sizes)) if isinstance(item, Document))
         named = _disk_errors(options.output)
         tokenized = on_all(
             comm, named(lambda: store_writer.tokenize(texts, index, assignment, encoder, folder, comm.rank))
         )
-        header = _write_store(options, tokenized, assignment, encoder, folder / "store.h5", comm)
+        facts = replace(
+            _header(tokenized, assignment, encoder, comm),
+            kind=kind,
+            template=source.text,
+            template_variables=source.variables or {},
+        )
+        header = _write_store(options, facts, tokenized, assignment, encoder, folder / "store.h5", comm)
     dropped = gather_problems([index.problems, tokenized.duplicates], comm)
     report = PrepareReport(
         path=options.output,
@@ -119,14 +145,16 @@ def prepare(options: PrepareOptions, comm: MPI.Intracomm) -> PrepareReport:
         bytes=header.bytes,
         skipped=skipped,
         dropped=dropped,
+        kind=header.kind,
+        counted=header.counted if header.kind != "text" else header.tokens,
         zstd19_bits_per_byte=header.zstd19_bits_per_byte,
         fingerprint=header.fingerprint,
     )
     return cast(PrepareReport, together(comm, "to end", lambda: comm.bcast(report)))
 
 
-def _check(options: PrepareOptions) -> str | None:
-    """Check before any work that it can end well. Returns the JSON of a tokenizer that was given."""
+def _check(options: PrepareOptions) -> tuple[str | None, TemplateSource]:
+    """Check before any work that it can end well. Returns the JSON of a tokenizer that was given, and the template."""
     output = options.output
     if not output.parent.is_dir():
         raise DataError(f"the output {str(output)!r} lies in a folder that does not exist; make {str(output.parent)!r}")
@@ -137,7 +165,48 @@ def _check(options: PrepareOptions) -> str | None:
             f"the output {str(output)!r} exists and is not a token store; it is left as it is, name another"
         )
     tokenizer.library()
-    return tokenizer.load(options.tokenizer) if options.tokenizer else None
+    source = (
+        own_template(options.tokenizer) if options.template == OWN else TEMPLATES.get(options.template, NO_TEMPLATE)
+    )
+    given = tokenizer.load(options.tokenizer) if options.tokenizer else None
+    if given and options.template == PLAIN:
+        source = replace(source, variables={"eos_token": tokenizer.end_of_text_of(given)})
+    has = tokenizer.controls_of(given) if given else dict.fromkeys(source.controls, True)
+    if missing := [token for token in source.controls if not has.get(token)]:
+        raise DataError(
+            f"the tokenizer {str(options.tokenizer)!r} lacks {', '.join(missing)}, special tokens of the template "
+            f"{options.template}; spelled with others, any text could forge them. Valid: --template plain, which needs "
+            "no more than an end of text, its own template (--template tokenizer), or no tokenizer, to have one trained"
+        )
+    return given, source
+
+
+@contextmanager
+def _row_reader(options: PrepareOptions, source: TemplateSource, given: str | None) -> Iterator[RowReader]:
+    """Yield what makes documents of rows on this rank; of a foreign template, with a process while the block lasts."""
+    if not options.template:
+        yield TextRows(options.field)
+        return
+    controls = tokenizer.controls_of(given) if given else dict.fromkeys((END_OF_TEXT, *source.controls), True)
+    with open_template(source, controls) as template:
+        yield ChatRows(template)
+
+
+def _kind(index: DocumentIndex, comm: MPI.Intracomm) -> str:
+    """Return the one kind of all documents. Collective over comm. Raises DataError for preferences among others."""
+    counts = np.array([index.kinds[kind] for kind in KINDS], np.int64)
+    comm.Allreduce(MPI.IN_PLACE, counts)
+    found = {kind: int(count) for kind, count in zip(KINDS, counts, strict=True) if count}
+
+    def check() -> None:
+        if len(found) > 1:
+            raise DataError(
+                f"the inputs hold {found['chat']:,} conversations and {found['preferences']:,} pairs of preferences; "
+                "prepare them apart, a store has one kind"
+            )
+
+    on_root(comm, check)
+    return next(iter(found), "text")
 
 
 def _my_units(options: PrepareOptions, comm: MPI.Intracomm) -> tuple[list[Unit], dict[str, int]]:
@@ -183,8 +252,27 @@ def _check_any_left(index: DocumentIndex, assignment: Assignment, comm: MPI.Intr
     on_root(comm, fail)
 
 
+def _header(
+    tokenized: store_writer.Tokenized, assignment: Assignment, encoder: tokenizer.Encoder, comm: MPI.Intracomm
+) -> Header:
+    """Add up what all ranks have tokenized. Collective over comm."""
+    spills = [tokenized.spills[split] for split in SPLITS]
+    _, total = before_and_total([*(spill.tokens for spill in spills), *(spill.counted for spill in spills)], comm)
+    return Header(
+        vocabulary=encoder.vocabulary,
+        end_of_text=encoder.end_of_text,
+        fingerprint=store_fingerprint(encoder.tokenizer_json, comm.allreduce(tokenized.fingerprint)),
+        documents={split: assignment.total[split].documents for split in SPLITS},
+        tokens=dict(zip(SPLITS, total[: len(SPLITS)], strict=True)),
+        counted=dict(zip(SPLITS, total[len(SPLITS) :], strict=True)),
+        bytes={split: assignment.total[split].bytes for split in SPLITS},
+        zstd19_bits_per_byte=_zstd19_bits_per_byte(tokenized.validation_text, comm),
+    )
+
+
 def _write_store(
     options: PrepareOptions,
+    header: Header,
     tokenized: store_writer.Tokenized,
     assignment: Assignment,
     encoder: tokenizer.Encoder,
@@ -192,16 +280,8 @@ def _write_store(
     comm: MPI.Intracomm,
 ) -> Header:
     """Write the file `path` by all ranks and rename it to the output. Collective over comm."""
-    before, total = before_and_total([tokenized.spills[split].tokens for split in SPLITS], comm)
-    header = Header(
-        vocabulary=encoder.vocabulary,
-        end_of_text=encoder.end_of_text,
-        fingerprint=store_fingerprint(encoder.tokenizer_json, comm.allreduce(tokenized.fingerprint)),
-        documents={split: assignment.total[split].documents for split in SPLITS},
-        tokens=dict(zip(SPLITS, total, strict=True)),
-        bytes={split: assignment.total[split].bytes for split in SPLITS},
-        zstd19_bits_per_byte=_zstd19_bits_per_byte(tokenized.validation_text, comm),
-    )
+    before, _ = before_and_total([tokenized.spills[split].tokens for split in SPLITS], comm)
+    following = {split: b"".join(comm.allgather(tokenized.spills[split].head)[comm.rank + 1 :]) for split in SPLITS}
     contents = store_writer.Contents(
         header, encoder.tokenizer_json, encoder.token_bytes, options.seed, options.validation_fraction
     )
@@ -211,7 +291,8 @@ def _write_store(
     def write_slabs() -> None:
         for split, tokens_before in zip(SPLITS, before, strict=True):
             documents_before = assignment.before[split].documents
-            tokenized.spills[split].write(path, split, offsets, tokens_before, documents_before)
+            spill = tokenized.spills[split]
+            spill.write(path, split, offsets, tokens_before, documents_before, following[split])
 
     on_all(comm, named(write_slabs))
     specs = contents.index().datasets

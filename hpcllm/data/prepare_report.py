@@ -68,13 +68,16 @@ class PrepareReport:
     bytes: Mapping[Split, int]
     skipped: Mapping[str, int]  # entries of folders that are not read, by reason
     dropped: Mapping[str, Dropped]  # documents, by reason
+    kind: str  # of the store
+    counted: Mapping[Split, int]  # tokens that are targets
     zstd19_bits_per_byte: float  # of the validation text, NaN if there is none
     fingerprint: str
 
     @property
     def bytes_per_token(self) -> float:
         """Mean over both splits, ends of text not counted; NaN without tokens."""
-        tokens = sum(self.tokens.values()) - sum(self.documents.values())
+        ends = sum(self.documents.values()) if self.kind == "text" else 0
+        tokens = sum(self.tokens.values()) - ends
         return sum(self.bytes.values()) / tokens if tokens else math.nan
 
     @property
@@ -98,6 +101,7 @@ class PrepareReport:
         facts = [
             f"tokenizer   {self.vocabulary:,} tokens, {origin}; {_number(self.bytes_per_token)} bytes a token",
             f"zstd -19    {_number(self.zstd19_bits_per_byte)} bits per byte of the validation text",
+            *([f"{self.kind:<11} {self._targets()}"] if self.kind != "text" else []),
             *([f"note        {self.long_words_cut:,} {LONG_WORDS}"] if self.long_words_cut else []),
             *(f"skipped     {count:,} x {reason}" for reason, count in self.skipped.items()),
             *(_drop_line(reason, dropped) for reason, dropped in self.dropped.items()),
@@ -105,6 +109,11 @@ class PrepareReport:
             f"written     {printable_path(str(self.path))} in {self.seconds:.1f} s by {ranks}",
         ]
         return [head, *rows, *facts]
+
+    def _targets(self) -> str:
+        counts = ", ".join(f"{self.counted[s]:,} of {self.tokens[s]:,} {s} tokens" for s in self.tokens)
+        pairs = "two documents a pair; " if self.kind == "preferences" else ""
+        return f"{pairs}targets are {counts}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, None where there is no number."""

@@ -1,8 +1,10 @@
-"""Files of many documents that are no lines: JSON arrays, tables as CSV or TSV, Parquet -> (place, value) of each row.
+"""Files of many documents that are no lines: JSON arrays, tables as CSV or TSV, Parquet -> (place, row) of each.
 
     .json       [{"text": "..."}, ...], or one such object    decoded element by element
-    .csv .tsv   a first row of names, one of which is the field; quotes as in RFC 4180
-    .parquet    a column of the field's name, by pyarrow      a few rows at a time; no more of the file is read
+    .csv .tsv   a first row of names; quotes as in RFC 4180
+    .parquet    columns by their names, by pyarrow            a few rows at a time; no more of the file is read
+
+Of tables, a row is a dict of those of the wanted columns that the file has, at least one.
 
 No more than about one element, row or batch is held. What cannot be read ends the file with an UnreadableError, which
 says why; the rows in front of it are kept.
@@ -13,7 +15,7 @@ from __future__ import annotations
 import codecs
 import csv
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from hpcllm.errors import DataError
@@ -83,6 +85,8 @@ class _Text:
                 self._go_on(error)
                 continue
             if stop < len(self.held) or not self.more():  # a number may go on
+                if stop - self.place > self._largest_bytes:
+                    raise UnreadableError(self._too_large)
                 self.place = stop
                 return element
 
@@ -110,11 +114,15 @@ class _Text:
 
 
 def csv_rows(
-    lines: Iterable[tuple[int, bytes | None]], field: str, delimiter: str, largest_bytes: int, faults: Faults
-) -> Iterator[tuple[int, str]]:
-    """Yield (number, value of the field) of each row behind the first, which names the columns.
+    lines: Iterable[tuple[int, bytes | None]],
+    columns: Sequence[str],
+    delimiter: str,
+    largest_bytes: int,
+    faults: Faults,
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield (number, row) of each row behind the first, which names the columns.
 
-    lines: place and bytes of each, without its end. faults: reasons for a missing field, a broken row, a large one.
+    lines: place and bytes of each, without its end. faults: reasons for no wanted column, a broken row, a large one.
     """
     no_field, broken, too_large = faults
     row_bytes = 0  # so far: a row ends where no quote is open
@@ -131,40 +139,44 @@ def csv_rows(
     reader = csv.reader(texts(), delimiter=delimiter, strict=True)
     try:
         names = [name.removeprefix("\ufeff") for name in next(reader, [])]
-        if field not in names:
-            raise UnreadableError(no_field, f"columns {', '.join(map(repr, names[:8]))}"[:200])
-        column = names.index(field)
+        wanted = [(name, names.index(name)) for name in _wanted(columns, names, no_field)]
         for number, row in enumerate(reader, 1):
             row_bytes = 0
-            if len(row) > column:
-                yield number, row[column]
+            if len(row) > max(column for _, column in wanted):
+                yield number, {name: row[column] for name, column in wanted}
             elif row:
                 raise UnreadableError(broken)
     except csv.Error as error:
         raise UnreadableError(broken, str(error)) from error
 
 
-def parquet_rows(file: BinaryIO, field: str, faults: Faults) -> Iterator[tuple[int, Any]]:
-    """Yield (number, value) of each row of a column. faults: as of csv_rows."""
+def parquet_rows(file: BinaryIO, columns: Sequence[str], faults: Faults) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (number, row) of each row. faults: as of csv_rows."""
     parquet, arrow_error = pyarrow_parquet()
     no_field, broken, too_large = faults
     try:
         table = parquet.ParquetFile(file, pre_buffer=False)
-        names = table.schema_arrow.names
-        if field not in names:
-            raise UnreadableError(no_field, f"columns {', '.join(map(repr, names[:8]))}"[:200])
+        wanted = _wanted(columns, table.schema_arrow.names, no_field)
         number = 0
         for group in range(table.num_row_groups):
             facts = table.metadata.row_group(group)
-            columns = [facts.column(i) for i in range(facts.num_columns)]
-            if sum(c.total_uncompressed_size for c in columns if c.path_in_schema == field) > LARGEST_ROW_GROUP_BYTES:
+            stored = [facts.column(i) for i in range(facts.num_columns)]
+            read = (c.total_uncompressed_size for c in stored if c.path_in_schema.partition(".")[0] in wanted)
+            if sum(read) > LARGEST_ROW_GROUP_BYTES:
                 raise UnreadableError(too_large)
-            for batch in table.iter_batches(PARQUET_ROWS, [group], [field]):
-                for value in batch.column(0).to_pylist():
-                    yield number, value
+            for batch in table.iter_batches(PARQUET_ROWS, [group], wanted):
+                for row in batch.to_pylist():
+                    yield number, row
                     number += 1
     except (arrow_error, OSError, ValueError, MemoryError) as error:
         raise UnreadableError(broken, str(error)[:200]) from error
+
+
+def _wanted(columns: Sequence[str], names: Sequence[str], no_field: str) -> list[str]:
+    """Return those of the columns that a table has. Raises UnreadableError if there are none."""
+    if found := [name for name in columns if name in names]:
+        return found
+    raise UnreadableError(no_field, f"columns {', '.join(map(repr, names[:8]))}"[:200])
 
 
 def pyarrow_parquet() -> tuple[Any, type[Exception]]:

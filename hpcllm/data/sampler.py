@@ -1,7 +1,7 @@
 """Position in the training run -> sample of the corpus, through a permutation that is computed, not stored.
 
     position 0 1 2 3 4 5 | 6 7 8 ...      epoch = position div samples, another permutation each
-    sample   4 0 3 5 1 2 | 1 4 0 ...      sample k = tokens[k*T .. k*T + T]: T inputs and, one later, T targets
+    sample   4 0 3 5 1 2 | 1 4 0 ...      sample k: row k of the split, see packing.py
 
 The permutation is a keyed Feistel network on the smallest power of two >= samples; a result outside the range is
 encrypted again until it falls inside ("cycle walking"), twice on average at worst. Source: Black and Rogaway 2002,
@@ -16,9 +16,6 @@ import hashlib
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
-
-import numpy as np
-from numpy.typing import NDArray
 
 from hpcllm.errors import DataError
 
@@ -57,17 +54,6 @@ class Sampler:
 def sample_count(tokens: int, sequence_length: int) -> int:
     """Number of samples in a split of `tokens` tokens; the last target of one is the first input of the next."""
     return max(0, (tokens - 1) // sequence_length)
-
-
-def read_batch(
-    tokens: NDArray[np.integer], sampler: Sampler, sequence_length: int, position: int, count: int
-) -> NDArray[np.int64]:
-    """Copy samples position .. position + count - 1: (count, sequence_length + 1) int64."""
-    batch = np.empty((count, sequence_length + 1), np.int64)
-    for row in range(count):
-        start = sampler.index(position + row) * sequence_length
-        batch[row] = tokens[start : start + sequence_length + 1]
-    return batch
 
 
 @lru_cache(maxsize=4)  # a batch may straddle two epochs

@@ -1,19 +1,24 @@
 """The token store: one HDF5 file that `prepare` writes and training memory-maps.
 
     header                index and checksums of all that follows, as every file of ours has: checkpoint/header.py
-    /                     format, version, vocabulary, end_of_text, seed, validation_fraction, fingerprint,
-                          {train,validation}_{documents,tokens,bytes}, zstd19_bits_per_byte            (attributes)
+    /                     format, version, kind, template, template_variables, vocabulary, end_of_text, seed,
+                          validation_fraction, fingerprint, {train,validation}_{documents,tokens,bytes,counted},
+                          zstd19_bits_per_byte                                                         (attributes)
     /train/tokens         (tokens,) uint16, uint32 beyond 65536 ids: document, end of text, document, end of text, ...
     /train/documents      (documents + 1,) int64: document i is tokens[documents[i] : documents[i + 1]], end included
+    /train/counted        (ceil(tokens / 8),) uint8, of chats: bit i % 8 of byte i // 8 is 1 if token i is a target
     /validation/...       the same; of a split without text there are no tokens
     /tokenizer            (bytes,) uint8: the tokenizer.json
     /token_bytes          (vocabulary,) uint32: bytes of text that a token stands for, 0 for the end of text
     /checksums            (blocks,) uint64: XXH3 of each block of 4 MiB
 
+Kinds: "text"; "chat", whose documents are conversations as the template renders them, without an end of text; and
+"preferences", in which document 2i is the chosen and 2i + 1 the rejected one of a pair that shares its prompt.
+
 A file may come from anyone, so HDF5 never parses it: places and types are read from the index and checked, every size
 is held against a limit before memory is taken, and blocks are verified at three times:
 
-    open      tokenizer and token_bytes whole; of documents and tokens PROBED_BLOCKS blocks, evenly spread
+    open      tokenizer and token_bytes whole; of documents, tokens and counted PROBED_BLOCKS blocks, evenly spread
     training  now and then a block that a batch came from: store_watch.py
     verify    every block, every document and the fingerprint: `hpcllm checkpoint verify`, store_verify.py
 
@@ -24,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import logging
 import math
 import mmap
@@ -52,6 +58,9 @@ FORMAT = "hpcllm token store"
 VERSION = 2
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
+KINDS = ("text", "chat", "preferences")
+# finetuning.kind -> what it learns from; of a text every token counts, as in plain training
+FITTING = {"none": ("text", "chat"), "supervised": ("text", "chat"), "dpo": ("preferences",)}
 TOKEN_BYTES = "token_bytes"
 LARGEST_VOCABULARY = 2**24
 LARGEST_TOKENIZER_BYTES = 64 * 2**20  # the largest known ones have 35 MB
@@ -70,13 +79,19 @@ class Header:
     tokens: dict[Split, int]
     bytes: dict[Split, int]
     zstd19_bits_per_byte: float
+    kind: str = "text"
+    template: str = ""  # of chats, in Jinja
+    template_variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # beside the messages
+    counted: dict[Split, int] = dataclasses.field(default_factory=dict)  # tokens that are targets; of text all are
 
     def specs(self) -> dict[str, DatasetSpec]:
         """Return name -> shape and type of every dataset that a store of this header has."""
         kind = str(token_dtype(self.vocabulary))
         found = {split: DatasetSpec((self.tokens[split],), kind) for split in SPLITS if self.tokens[split]}
+        bits = {s: DatasetSpec((-(-self.tokens[s] // 8),), "uint8") for s in found if self.kind != "text"}
         return {
             TOKEN_BYTES: DatasetSpec((self.vocabulary,), "uint32"),
+            **{f"{split}/counted": spec for split, spec in bits.items()},
             **{f"{split}/tokens": spec for split, spec in found.items()},
             **{f"{split}/documents": DatasetSpec((self.documents[split] + 1,), "int64") for split in SPLITS},
         }
@@ -145,6 +160,17 @@ class TokenStore:
         """(documents + 1,) int64, memory-mapped: where each document begins, and the end of the last."""
         return self._view(f"{split}/documents", np.dtype("<i8"))
 
+    def counted(self, split: Split) -> NDArray[np.uint8] | None:
+        """(ceil(tokens / 8),) uint8, memory-mapped: bit i % 8 of byte i // 8 is 1 if token i is a target; None: all."""
+        if f"{split}/counted" not in self._datasets:
+            return None
+        return self._view(f"{split}/counted", np.dtype("u1")).view(np.uint8)
+
+    def counted_of(self, split: Split, first: int, end: int) -> NDArray[np.bool_] | None:
+        """(end - first,) bool, read now: which of these tokens are targets; None: all."""
+        bits = self.counted(split)
+        return None if bits is None else flags_of(bits, first, end)
+
     def check_length(self) -> None:
         """Raise CheckpointError if the file has been cut since it was opened: to read what is gone is a SIGBUS."""
         if (now := self._map.size()) < len(self._map):
@@ -154,13 +180,18 @@ class TokenStore:
             )
 
     def verify_block_at(self, split: Split, token: int) -> None:
-        """Compare the block that holds a token of a split with its checksum. For any thread.
+        """Compare the blocks that hold a token of a split, and its bit, with their checksums. For any thread.
 
         Raises CheckpointError, a fault of the run, if it has changed since it was written, or is cut.
         """
         self.check_length()
-        stored = self._datasets[f"{split}/tokens"]
-        index = token * stored.spec.item_bytes // stored.spec.chunk_bytes
+        self._verify_byte(f"{split}/tokens", token * self._datasets[f"{split}/tokens"].spec.item_bytes)
+        if f"{split}/counted" in self._datasets:
+            self._verify_byte(f"{split}/counted", token // 8)
+
+    def _verify_byte(self, dataset: str, byte: int) -> None:
+        stored = self._datasets[dataset]
+        index = byte // stored.spec.chunk_bytes
         offset, size = stored.extent(index)
         if (now := checksum(memoryview(self._map)[offset : offset + size])) != int(stored.checksums[index]):
             raise CheckpointError(
@@ -174,6 +205,12 @@ class TokenStore:
         return np.frombuffer(self._map, dtype, stored.spec.bytes // dtype.itemsize, stored.offset)
 
 
+def flags_of(bits: NDArray[np.uint8], first: int, end: int) -> NDArray[np.bool_]:
+    """(end - first,) bool: bits first to end - 1, of which bit i % 8 of byte i // 8 is bit i."""
+    flags = np.unpackbits(bits[first // 8 : -(-end // 8)], bitorder="little")
+    return flags[first % 8 : first % 8 + end - first].astype(np.bool_)
+
+
 def open_store(config: Config, comm: MPI.Intracomm | None) -> tuple[Config, TokenStore]:
     """Open the token store of a run and fill in the vocabulary of its config. Collective over comm; None: one process.
 
@@ -182,7 +219,10 @@ def open_store(config: Config, comm: MPI.Intracomm | None) -> tuple[Config, Toke
     if not config.data.store:
         raise ConfigError("data.store is missing: the path of a token store, written by `python -m hpcllm prepare`")
     store = TokenStore.open(config.data.store, comm)
+    _check_kind(config, store.header.kind)
     tokens = len(store.tokens("train"))
+    if not store.header.counted.get("train", tokens):
+        raise DataError(f"{config.data.store!r} has no training token that counts as a target; prepare other chats")
     log.debug("opened %s: %d training tokens, vocabulary %d", config.data.store, tokens, store.vocabulary)
     if sample_count(tokens, config.data.sequence_length) < 1:
         raise DataError(
@@ -196,6 +236,17 @@ def open_store(config: Config, comm: MPI.Intracomm | None) -> tuple[Config, Toke
             f"valid: {store.vocabulary} or more, or 0 to take the store's"
         )
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocabulary=vocabulary)), store
+
+
+def _check_kind(config: Config, kind: str) -> None:
+    """Raise ConfigError for a store that the run cannot learn from: half of preferences is what nobody wants."""
+    if kind in (fitting := FITTING[config.finetuning.kind]):
+        return
+    key = f"finetuning.kind = {config.finetuning.kind!r}"
+    raise ConfigError(
+        f"{config.data.store!r} holds {kind}, which a run with {key} cannot use; valid: {', '.join(fitting)}"
+        f"{'' if kind == 'preferences' else ' (`prepare --chat` of pairs)'}"
+    )
 
 
 def read_header(path: str | Path) -> Header:
@@ -218,6 +269,13 @@ def header_of(file: Checkpoint) -> Header:
         what: {split: _count(attributes, f"{split}_{what}") for split in SPLITS}
         for what in ("documents", "tokens", "bytes")
     }
+    kind = attributes.get("kind", "text")
+    if kind not in KINDS:
+        raise CheckpointError(f"its kind is {str(kind)[:40]!r}; valid: {', '.join(KINDS)}")
+    if kind == "preferences" and any(count % 2 for count in numbers["documents"].values()):
+        raise CheckpointError("it tells of an odd number of documents; of preferences there are two a pair")
+    if kind != "text":
+        numbers["counted"] = {s: _count(attributes, f"{s}_counted", numbers["tokens"][s]) for s in SPLITS}
     zstd19 = attributes.get("zstd19_bits_per_byte", math.nan)
     header = Header(
         vocabulary=vocabulary,
@@ -225,6 +283,9 @@ def header_of(file: Checkpoint) -> Header:
         fingerprint=str(attributes.get("fingerprint", ""))[:64],
         **numbers,
         zstd19_bits_per_byte=zstd19 if isinstance(zstd19, float) else math.nan,
+        kind=str(kind),
+        template=str(attributes.get("template", "")),
+        template_variables=variables_of(attributes.get("template_variables", "")),
     )
     has, wanted = file.specs, header.specs()
     tokenizer = has.pop(TOKENIZER, DatasetSpec((), ""))
@@ -241,6 +302,17 @@ def header_of(file: Checkpoint) -> Header:
     return header
 
 
+def variables_of(text: Attribute) -> dict[str, str]:
+    """Parse the variables of a chat template, a JSON object of strings. Raises CheckpointError."""
+    try:
+        found = json.loads(str(text) or "{}")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"its template_variables cannot be read: {str(error)[:80]}") from error
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise CheckpointError("its template_variables are no JSON object of strings")
+    return found
+
+
 def check_documents(bounds: NDArray[np.integer], tokens: int, split: Split) -> None:
     """Raise CheckpointError unless a run of `documents` rises, inside 0 to `tokens`."""
     if bounds[0] < 0 or bounds[-1] > tokens or not np.all(bounds[1:] > bounds[:-1]):
@@ -254,7 +326,9 @@ def check_ids(ids: NDArray[np.integer], vocabulary: int, split: Split) -> None:
 
 
 def epochs(config: Config, store: TokenStore) -> float:
-    """Return how many times a run reads the training tokens."""
+    """Return how many times a run reads the training tokens, or the pairs."""
+    if store.header.kind == "preferences":
+        return 2 * config.run.steps * config.data.global_batch / max(1, store.header.documents["train"])
     wanted = config.run.steps * config.data.global_batch * config.data.sequence_length
     return wanted / store.header.tokens["train"]
 
@@ -273,10 +347,14 @@ def token_dtype(vocabulary: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
 
 
-def document_fingerprint(split: Split, position: int, ids: NDArray[np.integer]) -> int:
+def document_fingerprint(
+    split: Split, position: int, ids: NDArray[np.integer], counted: NDArray[np.bool_] | None = None
+) -> int:
     """128 bits of one document at its position. Their sum is the corpus: any rank may add any part, in any order."""
-    place = f"{split} {position} ".encode()
-    return int.from_bytes(hashlib.blake2b(place + ids.astype("<u4").tobytes(), digest_size=16).digest(), "little")
+    contents = f"{split} {position} ".encode() + ids.astype("<u4").tobytes()
+    if counted is not None:
+        contents += np.packbits(counted, bitorder="little").tobytes()
+    return int.from_bytes(hashlib.blake2b(contents, digest_size=16).digest(), "little")
 
 
 def store_fingerprint(tokenizer_json: str, sum_of_documents: int) -> str:
@@ -341,6 +419,9 @@ def _probe(file: Checkpoint, header: Header, split: Split) -> None:
     if tokens:
         for index in _spread(file.datasets[f"{split}/tokens"]):
             check_ids(file.read_block(f"{split}/tokens", index), header.vocabulary, split)
+        if header.kind != "text":
+            for index in _spread(file.datasets[f"{split}/counted"]):
+                file.read_block(f"{split}/counted", index)
 
 
 def _spread(stored: Stored) -> list[int]:

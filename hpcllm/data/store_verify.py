@@ -3,6 +3,7 @@
     blocks      XXH3 of every block as it was written              checkpoint/inspect.py, for any file of ours
     documents   each begins where the one before ends              --+
     tokens      every id is of the vocabulary                        +-- a contiguous share of the documents a rank
+    counted     as many targets as the front says                   --+
     fingerprint that of tokenizer and tokens is what the store says --+
 
 The fingerprint was made from the tokens before they went to disk, so it also finds what a checksum taken afterwards
@@ -13,11 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpcllm.checkpoint.inspect import Report, verify_file
 from hpcllm.data.store import (
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 BATCH_DOCUMENTS = 2**16  # looked at in one step: bounds of 512 KiB
+BATCH_BYTES = 2**20
 
 
 def verify(path: Path, comm: MPI.Intracomm | None, advance: Callable[[int], None]) -> Report:
@@ -58,6 +62,8 @@ def _check_contents(store: TokenStore, comm: MPI.Intracomm | None, advance: Call
     """Raise on all ranks if documents, ids or fingerprint are not what the store says. Collective over comm."""
     rank, ranks = rank_and_size(comm)
     mine = on_all(comm, lambda: sum(_sum_of_documents(store, split, rank, ranks, advance) for split in SPLITS))
+    for split in store.header.counted:
+        on_root(comm, partial(_check_counted, store, split))
     found = store_fingerprint(store.tokenizer_json, comm.allreduce(mine) if comm else mine)
     if found != store.fingerprint:
         raise CheckpointError(f"its contents have the fingerprint {found}, its front says {store.fingerprint}")
@@ -75,6 +81,18 @@ def _sum_of_documents(store: TokenStore, split: Split, rank: int, ranks: int, ad
         check_documents(part, len(tokens), split)
         check_ids(tokens[part[0] : part[-1]], store.vocabulary, split)
         for position, (start, stop) in enumerate(pairwise(part.tolist()), first):
-            total += document_fingerprint(split, position, tokens[start:stop])
+            total += document_fingerprint(split, position, tokens[start:stop], store.counted_of(split, start, stop))
         advance(int(part[-1] - part[0]) * tokens.itemsize)
     return total
+
+
+def _check_counted(store: TokenStore, split: Split) -> None:
+    """Raise CheckpointError if other than the told number of bits is set, those behind the last token included."""
+    bits = store.counted(split)
+    found = 0 if bits is None else sum(int(np.unpackbits(part).sum()) for part in _parts(bits))
+    if found != (told := store.header.counted[split]):
+        raise CheckpointError(f"/{split}/counted has {found:,} bits set, its front says {told:,}")
+
+
+def _parts(bits: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+    return [bits[start : start + BATCH_BYTES] for start in range(0, len(bits), BATCH_BYTES)]

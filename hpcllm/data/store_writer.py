@@ -3,7 +3,7 @@
     documents --same digest as in pass 1?--> batches --> ids + end of text --> train.rank        lengths: 8 bytes of
                         no: DataError                                      `-> validation.rank   memory a document
 
-Tokens are spilled to disk until it is known where in the store they begin. Then
+Tokens are spilled to disk until it is known where in the store they begin (token_spill.py). Then
 
     rank 0   creates every dataset contiguous, allocated, not filled; asks for its offset; closes; offsets --> all
     rank r   | ... | slab of rank r | ... |      pwrite at offset + first item x item size, fsync
@@ -17,14 +17,13 @@ same file. Fingerprint and validation text (measured with `zstd -19`) are made f
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
-from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +31,7 @@ from numpy.typing import NDArray
 from hpcllm.checkpoint import file_layout
 from hpcllm.checkpoint.header import Index, header_bytes
 from hpcllm.checkpoint.layout import TOKENIZER, Attribute, DatasetSpec, block_bytes, checksum, my_blocks
+from hpcllm.data.chat import ChatDocument
 from hpcllm.data.dedup import DIGEST_BYTES, Assignment, DocumentIndex, digest
 from hpcllm.data.documents import Document
 from hpcllm.data.prepare_report import Problems
@@ -45,57 +45,15 @@ from hpcllm.data.store import (
     document_fingerprint,
     token_dtype,
 )
+from hpcllm.data.token_spill import TokenSpill
 from hpcllm.data.tokenizer import Encoder
 from hpcllm.errors import DataError
 from hpcllm.system.raw_files import read_at, write_at
 
 BATCH_CHARACTERS = 2 * 2**20  # tokenized in one call of the library
-COPY_BYTES = 16 * 2**20
 ZSTD_BYTES = 16 * 2**20
 DUPLICATE = "exact duplicate"
-
-
-class TokenSpill:
-    """This rank's tokens of one split: a file of ids, and the number of tokens of each document."""
-
-    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
-        self.path = path
-        self.dtype = dtype
-        self._lengths = array("q")
-        self._file = open(path, "xb", buffering=2**20)  # noqa: SIM115 (the caller closes it)
-
-    def append(self, ids: NDArray[np.uint32]) -> None:
-        self._file.write(ids.astype(self.dtype).tobytes())
-        self._lengths.append(len(ids))
-
-    def close(self) -> None:
-        self._file.close()
-
-    @property
-    def documents(self) -> int:
-        return len(self._lengths)
-
-    @property
-    def tokens(self) -> int:
-        return sum(self._lengths)
-
-    def write(
-        self, path: Path, split: Split, offsets: Mapping[str, int], tokens_before: int, documents_before: int
-    ) -> None:
-        """Copy into the store that rank 0 created. Not collective; on the disk when it returns.
-
-        tokens_before, documents_before: of the whole split, on the ranks before this one.
-        """
-        ends, first = tokens_before + np.cumsum(np.array(self._lengths, np.int64)), documents_before + 1
-        if documents_before == 0:  # the first to write adds the leading 0; ranks before it have no documents
-            ends, first = np.concatenate([[0], ends]), 0
-        offset = offsets.get(f"{split}/tokens", 0) + tokens_before * self.dtype.itemsize  # none where no rank has any
-        with open(path, "r+b", buffering=0) as store, open(self.path, "rb") as tokens:
-            while data := tokens.read(COPY_BYTES):
-                write_at(store.fileno(), data, offset)
-                offset += len(data)
-            write_at(store.fileno(), ends.astype("<i8").tobytes(), offsets[f"{split}/documents"] + 8 * first)
-            os.fsync(store.fileno())
+Encoded = tuple[NDArray[np.uint32], NDArray[np.bool_] | None]  # ids, which are targets
 
 
 @dataclass
@@ -125,6 +83,7 @@ class Contents:
         attributes: dict[str, Attribute] = {
             "format": FORMAT,
             "version": VERSION,
+            "kind": header.kind,
             "vocabulary": header.vocabulary,
             "end_of_text": header.end_of_text,
             "seed": self.seed,
@@ -132,6 +91,10 @@ class Contents:
             "fingerprint": header.fingerprint,
             **{f"{split}_{name}": by_split[split] for split in SPLITS for name, by_split in counts.items()},
         }
+        if header.kind != "text":
+            variables = json.dumps(dict(header.template_variables))
+            attributes |= {"template": header.template, "template_variables": variables}
+            attributes |= {f"{s}_counted": header.counted[s] for s in SPLITS}
         if not math.isnan(header.zstd19_bits_per_byte):
             attributes["zstd19_bits_per_byte"] = header.zstd19_bits_per_byte
         return Index({**header.specs(), TOKENIZER: tokenizer}, attributes)
@@ -154,10 +117,11 @@ def tokenize(
         spills = {s: files.enter_context(closing(TokenSpill(folder / f"{s}.{rank}", dtype))) for s in SPLITS}
         result = Tokenized(spills)
         for batch in _batches(_staying(documents, index, assignment, result.duplicates)):
-            encoded = encoder.encode([document.text for _, document in batch])
-            for (split, document), ids in zip(batch, encoded, strict=True):
-                _check_lossless(document, ids, encoder)
-                _keep(result, split, document, ids, assignment)
+            for (split, document), encoded in zip(batch, _encode([d for _, d in batch], encoder), strict=True):
+                _check_lossless(document, np.concatenate([ids for ids, _ in encoded]), encoder)
+                for ids, counted in encoded:
+                    _keep(result, split, ids, counted, assignment)
+                _keep_text(result, split, document, assignment)
     return result
 
 
@@ -205,7 +169,7 @@ def _staying(
     count, expected, last = 0, memoryview(index.digests), ""
     for count, document in enumerate(documents, 1):
         last = document.origin
-        if digest(document.text) != expected[(count - 1) * DIGEST_BYTES : count * DIGEST_BYTES]:
+        if digest(document.identity) != expected[(count - 1) * DIGEST_BYTES : count * DIGEST_BYTES]:
             raise _changed(f"at {last}")
         if assignment.stays[count - 1]:
             yield assignment.split_of(count - 1), document
@@ -227,10 +191,26 @@ def _batches(documents: Iterator[tuple[Split, Document]]) -> Iterator[list[tuple
     yield batch
 
 
-def _keep(result: Tokenized, split: Split, document: Document, ids: NDArray[np.uint32], assignment: Assignment) -> None:
+def _encode(documents: Sequence[Document], encoder: Encoder) -> list[list[Encoded]]:
+    """Return of each document what is stored of it: its tokens, or those of each of its conversations."""
+    chats = [document.rendered for document in documents if isinstance(document, ChatDocument)]
+    if not chats:
+        return [[(ids, None)] for ids in encoder.encode([document.text for document in documents])]
+    encoded = iter(encoder.encode_chats([chat for row in chats for chat in row]))
+    return [[next(encoded) for _ in row] for row in chats]
+
+
+def _keep(
+    result: Tokenized, split: Split, ids: NDArray[np.uint32], counted: NDArray[np.bool_] | None, assignment: Assignment
+) -> None:
     spill, before = result.spills[split], assignment.before[split]
-    result.fingerprint += document_fingerprint(split, before.documents + spill.documents, ids)
-    spill.append(ids)
+    result.fingerprint += document_fingerprint(split, before.documents + spill.documents, ids, counted)
+    spill.append(ids, counted)
+
+
+def _keep_text(result: Tokenized, split: Split, document: Document, assignment: Assignment) -> None:
+    """Keep the beginning of the validation text, over all ranks."""
+    before = assignment.before[split]
     if split == "validation":
         room = ZSTD_BYTES - before.bytes - len(result.validation_text)
         result.validation_text += document.text.encode("utf-8")[: max(room, 0)]

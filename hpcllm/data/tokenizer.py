@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcllm.checkpoint.directory import is_ours, open_regular
+from hpcllm.checkpoint.folder import newest_first
 from hpcllm.checkpoint.layout import END_OF_TEXT, END_OF_TEXT_NAMES, TOKENIZER
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.data.documents import normalise
@@ -29,6 +30,8 @@ from hpcllm.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
+
+    from hpcllm.data.chat import Rendered
 
 SMALLEST_VOCABULARY = 257  # every byte and the end of text
 LONGEST_WORD = 256  # characters; longer than any word of a language, shorter than data that stands in a text
@@ -42,9 +45,10 @@ _PROBE = normalise(
 )
 
 
-def train(texts: Iterable[str], vocabulary: int) -> str:
+def train(texts: Iterable[str], vocabulary: int, controls: Sequence[str] = ()) -> str:
     """Train byte-level BPE of at most `vocabulary` tokens, fewer when the texts offer no more merges: tokenizer JSON.
 
+    controls: tokens of a chat template, which the vocabulary holds beside the end of text.
     The result depends on the set of texts only: not on their order, nor on the number of threads. Words longer than
     LONGEST_WORD are cut first, for a merge takes time that is quadratic in the longest word.
     """
@@ -55,7 +59,7 @@ def train(texts: Iterable[str], vocabulary: int) -> str:
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocabulary,
         min_frequency=2,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *controls],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -92,9 +96,9 @@ def long_words(texts: Iterable[str]) -> int:
 
 
 def load(path: Path) -> str:
-    """Read tokenizer JSON: a tokenizer.json, or the /tokenizer of a token store or checkpoint. Raises DataError.
+    """Read tokenizer JSON: a tokenizer.json or its folder, or /tokenizer of a store, checkpoint or run.
 
-    A tokenizer without an end-of-text token that we know gets ours, at the end of its vocabulary.
+    A tokenizer without an end-of-text token that we know gets ours, at the end of its vocabulary. Raises DataError.
     """
     tokenizer = _parsed(_read(path), f"the tokenizer {str(path)!r}")
     tokenizer.no_truncation()
@@ -104,6 +108,18 @@ def load(path: Path) -> str:
     tokenizer_json: str = tokenizer.to_str()
     _check_lossless(tokenizer_json, path)
     return tokenizer_json
+
+
+def end_of_text_of(tokenizer_json: str) -> str:
+    """Return the spelling of the end of text of a tokenizer that `load` has read."""
+    encoder = Encoder(tokenizer_json)
+    return encoder.spelled(np.array([encoder.end_of_text]))
+
+
+def controls_of(tokenizer_json: str) -> dict[str, bool]:
+    """Return the added tokens of a tokenizer: spelling -> special, so of no text."""
+    added = _parsed(tokenizer_json).get_added_tokens_decoder().values()
+    return {token.content: token.special for token in added}
 
 
 class Encoder:
@@ -126,15 +142,56 @@ class Encoder:
     def vocabulary(self) -> int:
         return len(self.token_bytes)
 
+    def id_of(self, token: str) -> int:
+        """Return the id of a token that the tokenizer has."""
+        found = self._tokenizer.token_to_id(token)
+        assert found is not None
+        return found
+
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Return the token ids of each text, with an end of text. Uses the library's threads, no fork."""
-        pieces = [(i, piece) for i, text in enumerate(texts) for piece in _pieces(text)]
-        encoded = self._tokenizer.encode_batch_fast([piece for _, piece in pieces], add_special_tokens=False)
-        ids: list[list[NDArray[np.uint32]]] = [[] for _ in texts]
-        for (i, _), encoding in zip(pieces, encoded, strict=True):
-            ids[i].append(np.array(encoding.ids, np.uint32))
+        """Return the token ids of each text, with an end of text."""
         end = np.array([self.end_of_text], np.uint32)
-        return [np.concatenate([*parts, end]) for parts in ids]
+        return [np.concatenate([ids, end]) for ids in _encoded(self._tokenizer, texts)]
+
+    def encode_chats(self, chats: Sequence[Rendered]) -> list[tuple[NDArray[np.uint32], NDArray[np.bool_]]]:
+        """Return ids, and whether each counts as a target, of rendered conversations; without an end of text.
+
+        Between control tokens no text becomes an added token, special or not. A token counts if a byte that it stands
+        for does, as with the assistant masks of transformers.
+        """
+        between = [chat.text[a:b] for chat in chats for a, b, is_control in chat.pieces() if not is_control]
+        ids_between = iter(_encoded(self._strict, between))
+        found = []
+        for chat in chats:
+            ids, counted = [np.empty(0, np.uint32)], [np.empty(0, np.bool_)]
+            for first, end, is_control in chat.pieces():
+                control = self._tokenizer.token_to_id(chat.text[first:end]) if is_control else None
+                ids.append(next(ids_between) if control is None else np.array([control], np.uint32))
+                counted.append(self._counted(chat, first, end, None if is_control else ids[-1]))
+            found.append((np.concatenate(ids), np.concatenate(counted)))
+        return found
+
+    def _counted(self, chat: Rendered, first: int, end: int, ids: NDArray[np.uint32] | None) -> NDArray[np.bool_]:
+        """Return which tokens of the characters first to end meet a counted span. ids: None of a control token."""
+        spans = [(max(a, first), min(b, end)) for a, b in chat.counted if a < end and b > first]
+        if ids is None:
+            return np.array([bool(spans)])
+        ends = np.cumsum(self.token_bytes[ids], dtype=np.int64)
+        counted = np.zeros(len(ids), np.bool_)
+        for a, b in spans:
+            start, stop = (len(chat.text[first:place].encode("utf-8")) for place in (a, b))
+            counted |= (ends > start) & (ends - self.token_bytes[ids] < stop)
+        return counted
+
+    @cached_property
+    def _strict(self) -> Tokenizer:
+        """The tokenizer with all of its added tokens special, so that text becomes none of them."""
+        facts = json.loads(self.tokenizer_json)
+        for token in facts.get("added_tokens") or ():
+            token["special"] = True
+        strict = _parsed(json.dumps(facts))
+        strict.encode_special_tokens = True
+        return strict
 
     def decode(self, ids: NDArray[np.integer]) -> bytes:
         """Return the bytes that tokens stand for; special tokens stand for none.
@@ -142,6 +199,12 @@ class Encoder:
         Raises KeyError if the tokenizer is neither byte-level nor has a byte fallback.
         """
         return b"".join(map(self._bytes_of, ids.tolist()))
+
+    def spelled(self, ids: NDArray[np.integer]) -> str:
+        """Return text for people: special tokens by their names, bytes that are no text as U+FFFD."""
+        special = self._tokenizer.get_added_tokens_decoder()
+        parts = (special[i].content.encode("utf-8") if i in special else self._bytes_of(i) for i in ids.tolist())
+        return b"".join(parts).decode("utf-8", "replace")
 
     def _bytes_of(self, id_: int) -> bytes:
         if added := self._tokenizer.get_added_tokens_decoder().get(id_):
@@ -152,9 +215,22 @@ class Encoder:
         return self._spelled(token)
 
 
+def _encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+    """Return the ids of each text. Uses the library's threads, no fork."""
+    pieces = [(i, piece) for i, text in enumerate(texts) for piece in _pieces(text)]
+    encodings = tokenizer.encode_batch_fast([piece for _, piece in pieces], add_special_tokens=False)
+    ids: list[list[NDArray[np.uint32]]] = [[] for _ in texts]
+    for (i, _), encoding in zip(pieces, encodings, strict=True):
+        ids[i].append(np.array(encoding.ids, np.uint32))
+    return [np.concatenate(parts) for parts in ids]
+
+
 def _read(path: Path) -> str:
     """Read the text of a tokenizer from a regular file of bounded size. Raises DataError."""
+    if (path / "tokenizer.json").is_file():
+        path /= "tokenizer.json"
     try:
+        path = next(iter(newest_first(path / "checkpoints")), path)
         if is_ours(path):
             with Checkpoint.open(path) as file:
                 stored = file.datasets.get(TOKENIZER)
