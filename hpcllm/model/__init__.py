@@ -4,7 +4,9 @@ shapes.py            names and global shapes of all parameters, and the shard of
 transformer.py       the decoder: embedding, norms, blocks, head; attention.py: the other part of a block
 tensor_parallel.py   the messages between the ranks of one layer; linear.py: the layers that it splits
 compiled.py          blocks by torch.compile, where a run asks for it
+gradient_sums.py     gradients of weights, added where their sum lies
 recompute.py         tensors that the backward pass makes again; loss.py: cross entropy, split or in pieces
+eager.py             norms and rotary positions where no kernel of gpu/ is
 initialisation.py    weights that do not depend on the layout
 sampling.py          text from a decoder, by the key-value cache of attention.py
 """

@@ -1,4 +1,4 @@
-# ruff: noqa: N803, N806 - shape suffixes are upper case; the legend is in the text below
+# ruff: noqa: N803, N806, N815 - shape suffixes are upper case; the legend is in the text below
 """Causal self-attention with grouped queries, rotary positions, a sliding window if the model has one, and a cache.
 
     x --+-- query --(rotary)--+
@@ -28,12 +28,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from hpcllm.config.schema import ModelConfig
+from hpcllm.model import eager
+from hpcllm.model.documents import AttentionPlan, Documents
+from hpcllm.model.gpu import fused
 from hpcllm.model.linear import PLAIN, Linear, PassOptions, columns, rows
 from hpcllm.model.recompute import Recompute
 from hpcllm.model.tensor_parallel import ALONE, TensorParallel, as_gathered, in_order
@@ -75,7 +79,6 @@ class Attention(nn.Module):
         """number: index of the block, by which a cache knows it."""
         super().__init__()
         self.number, self.window, self.head_dim = number, model.window, model.head_dim
-        self.grouped = model.key_value_heads != model.heads
         queries = model.heads // tp.size * model.head_dim
         key_values = model.key_value_heads // tp.size * model.head_dim
         biases = model.biases != "none"
@@ -87,37 +90,63 @@ class Attention(nn.Module):
     def forward(
         self,
         x_BTD: Tensor | Recompute,
-        table_2T1R: Tensor | None,
+        angles: Angles | None,
         options: PassOptions = PLAIN,
         cache: KeyValueCache | None = None,
+        plan: AttentionPlan | None = None,
     ) -> Tensor:
-        """Attend. table_2T1R: the rows of `rotary_table` for these positions; None: positions were added to x before.
+        """Attend. angles: of these positions; None: positions were added to x before.
 
-        cache: keys and values of the tokens before x, to which those of x are added; None: there are none. Collective
-        over tp; where that splits the sequence, x and the result are this rank's part, (B, T/tp, D).
+        cache: keys and values of the tokens before x, to which those of x are added; None: there are none. plan: how
+        attention stays inside the documents of x; None: a row is one. Collective over tp; where that splits the
+        sequence, x and the result are this rank's part, (B, T/tp, D).
         """
 
         def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             """Compute all between the linear layers, from their outputs to the input of `output`."""
             ordered = (in_order(x, options.tp) for x in (query, key, value))
             q_BTHK, k_BTGK, v_BTGK = (x.view(*x.shape[:2], -1, self.head_dim) for x in ordered)
-            if table_2T1R is not None:
-                q_BTHK, k_BTGK = apply_rotary(q_BTHK, table_2T1R), apply_rotary(k_BTGK, table_2T1R)
+            if angles is not None:
+                q_BTHK, k_BTGK = rotated_pair(q_BTHK, k_BTGK, angles)
             if cache is not None:
                 k_BTGK, v_BTGK = cache.add(self.number, k_BTGK, v_BTGK)
-            mask_TS = _mask(q_BTHK.shape[1], k_BTGK.shape[1], self.window, q_BTHK.device)
-            out_BHTK = functional.scaled_dot_product_attention(
-                q_BTHK.transpose(1, 2),
-                k_BTGK.transpose(1, 2),
-                v_BTGK.transpose(1, 2),
-                attn_mask=mask_TS,
-                is_causal=mask_TS is None and q_BTHK.shape[1] > 1,
-                enable_gqa=self.grouped,
-            )
-            return as_gathered(out_BHTK.transpose(1, 2), options.tp).flatten(-2)
+            if plan is None:
+                out_BTHK = causal_attention(q_BTHK, k_BTGK, v_BTGK, self.window)
+            else:
+                out_BTHK = plan.attend(causal_attention, q_BTHK, k_BTGK, v_BTGK, self.window)
+            return as_gathered(out_BTHK, options.tp).flatten(-2)
 
         q_k_v = columns(x_BTD, (self.query.weights, self.key.weights, self.value.weights), options)
         return rows(Recompute(core, q_k_v), self.output.weights, options)
+
+
+def causal_attention(
+    q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int, mask_B1TS: Tensor | None = None
+) -> Tensor:
+    """Attend from the last T of S tokens to those before them, `window` at most, 0: all; returns (B, T, H, K).
+
+    mask_B1TS: in place of the triangle: bool, true where a token looks, or what is added to scores. No kernel of a
+    device takes both a mask and grouped queries, and without one (B, H, T, S) scores would be kept: so keys and values
+    are then repeated for each query head.
+    """
+    mask = _mask(q_BTHK.shape[1], k_BSGK.shape[1], window, q_BTHK.device) if mask_B1TS is None else mask_B1TS
+    if mask is not None and not q_BTHK.is_cpu:
+        k_BSGK, v_BSGK = (_repeated(x, q_BTHK.shape[2]) for x in (k_BSGK, v_BSGK))
+    out_BHTK = functional.scaled_dot_product_attention(
+        q_BTHK.transpose(1, 2),
+        k_BSGK.transpose(1, 2),
+        v_BSGK.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None and q_BTHK.shape[1] > 1,
+        enable_gqa=q_BTHK.shape[2] != k_BSGK.shape[2],
+    )
+    return out_BHTK.transpose(1, 2)
+
+
+def _repeated(x_BSGK: Tensor, heads: int) -> Tensor:
+    """Return (B, S, H, K): each of G heads, H / G times side by side."""
+    groups = x_BSGK.shape[2]
+    return x_BSGK if groups == heads else x_BSGK.repeat_interleave(heads // groups, dim=2)
 
 
 def _mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor | None:
@@ -160,8 +189,43 @@ def frequencies(model: ModelConfig) -> Tensor:
     return torch.lerp(stretched, plain, ((turns - low) / (high - low)).clamp(0, 1))
 
 
+class Angles(NamedTuple):
+    """Angles by which a pass rotates its tokens, for all layers."""
+
+    table_2S1R: Tensor  # rows of `rotary_table`: of T positions in order, or all of them
+    positions_BT: Tensor | None = None  # int64, of each token, where a kernel looks its row up; None: in order
+    # where there is no kernel, documents' angles are looked up once for all layers: the table is (2, B, T, 1, R)
+
+
+def angles_of(
+    table_2S1R: Tensor, start: int, end: int, documents: Documents | None, eager: bool, like: Tensor
+) -> Angles:
+    """Return the angles of positions [start, end), or of each token in its document.
+
+    eager: blocks are not compiled. like: of the type and device of queries and keys.
+    """
+    if documents is None:
+        return Angles(table_2S1R[:, start:end])
+    if eager and fused.kernels(like):
+        return Angles(table_2S1R, documents.positions_BT)
+    return Angles(table_2S1R[:, documents.positions_BT])
+
+
+def rotated_pair(q_BTHK: Tensor, k_BTGK: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys: by one kernel where there is one."""
+    table, positions_BT = angles
+    if table.dim() == 4 and fused.kernels(q_BTHK, k_BTGK):
+        return fused.rotate(q_BTHK, k_BTGK, table, positions_BT)
+    if torch.compiler.is_compiling():
+        return apply_rotary(q_BTHK, table), apply_rotary(k_BTGK, table)
+    return eager.rotate(q_BTHK, table), eager.rotate(k_BTGK, table)
+
+
 def apply_rotary(x_BTHK: Tensor, table_2T1R: Tensor) -> Tensor:
-    """Rotate each head of each token by the angles of its position, in float32; returns the type of x."""
+    """Rotate each head of each token by the angles of its position, in float32, as torch.compile is to see it.
+
+    Returns the type of x. Truth for what others do by hand or in one kernel.
+    """
     rotated = table_2T1R.shape[-1]
     if rotated < x_BTHK.shape[-1]:
         return torch.cat([apply_rotary(x_BTHK[..., :rotated], table_2T1R), x_BTHK[..., rotated:]], dim=-1)

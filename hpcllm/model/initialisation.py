@@ -10,7 +10,8 @@ of the normal distribution takes exactly one number an element, which keeps the 
 table-driven or pair-wise method would not.
 
 Scheme of GPT-2: standard deviation 0.02; the two projections that write to the residual path of each layer divided by
-sqrt(2 layers), so that the sum over the layers starts with the same spread at any depth; norms 1, biases 0.
+sqrt(2 layers), so that the sum over the layers starts with the same spread at any depth; norms 1, biases 0. Adapters
+begin as nothing: b is 0, and a is normal (arXiv:2106.09685 section 4.1) with the variance of PEFT's, 1 / (3 inputs).
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcllm.config.schema import ModelConfig
-from hpcllm.model.shapes import StageSpan, parameter_shapes, shard_of
+from hpcllm.config.schema import AdapterConfig, ModelConfig
+from hpcllm.model.shapes import ADAPTER_A, ADAPTER_B, StageSpan, adapter_shapes, parameter_shapes, shard_of
 from hpcllm.model.tensor_parallel import ALONE, TensorParallel
-from hpcllm.model.transformer import Decoder
+from hpcllm.model.transformer import NO_ADAPTERS, Decoder
 
 STANDARD_DEVIATION = 0.02
 RESIDUAL_OUTPUTS = ("attention.output.weight", "ffn.down.weight")
@@ -54,12 +55,13 @@ def allocate_chunks(
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
     bare: bool = False,
+    adapter: AdapterConfig = NO_ADAPTERS,
 ) -> list[Decoder]:
     """Make a rank's decoders, in the order of the model; a tied embedding that is first and last is one parameter.
 
-    bare: their parameters get no memory, for an optimizer that lays them out itself.
+    bare, adapter: as for `allocate`.
     """
-    decoders = [allocate(model, span, tp, dtype, device, bare) for span in spans]
+    decoders = [allocate(model, span, tp, dtype, device, bare, adapter) for span in spans]
     first, last = decoders[0], decoders[-1]
     if model.tied and first.span.has_embedding and last.span.has_head:
         last.embedding = first.embedding  # it gets the gradients of both ends, and no message has to carry one over
@@ -73,19 +75,23 @@ def allocate(
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
     bare: bool = False,
+    adapter: AdapterConfig = NO_ADAPTERS,
 ) -> Decoder:
     """Make the span's decoder with memory but no values yet: for a checkpoint's reader, which sets every one of them.
 
-    bare: its parameters get no memory.
+    bare: parameters that are trained get no memory, for an optimizer that lays them out itself.
     """
     with torch.device("meta"):  # else PyTorch would fill each weight with numbers that nobody uses
-        decoder = Decoder(model, span, tp)
+        decoder = Decoder(model, span, tp, adapter)
     memory = {}
     for name, p in decoder.named_parameters():
-        memory[name] = torch.empty(p.shape, dtype=dtype, device=device)  # empty_like(meta) loads sympy
-        if bare:  # one by one: a device may not have room for all of them
+        held_as = p.dtype if p.dtype == torch.bfloat16 else dtype
+        memory[name] = torch.empty(p.shape, dtype=held_as, device=device)  # empty_like(meta) loads sympy
+        if bare and p.requires_grad:  # one by one: a device may not have room for all of them
             memory[name].untyped_storage().resize_(0)
     decoder.load_state_dict(memory, assign=True)
+    for weight in decoder.quantised.values():
+        weight.data = torch.empty(weight.data.shape, dtype=torch.uint8, device=device)
     if decoder.table is not None:
         decoder.table = decoder.table.to(device)
     return decoder
@@ -99,13 +105,15 @@ def initialise(decoder: Decoder, model: ModelConfig, seed: int, tp: TensorParall
         fill(name, weight)
 
 
-def initial_values(model: ModelConfig, seed: int, tp: TensorParallel = ALONE) -> Callable[[str, Tensor], None]:
+def initial_values(
+    model: ModelConfig, seed: int, tp: TensorParallel = ALONE, adapter: AdapterConfig = NO_ADAPTERS
+) -> Callable[[str, Tensor], None]:
     """Return a function that sets one parameter, by its name, in memory that is contiguous and of this rank's shape."""
-    shapes = parameter_shapes(model)
+    shapes = parameter_shapes(model) | adapter_shapes(model, adapter)
 
     @torch.no_grad()
     def fill(name: str, weight: Tensor) -> None:
-        if name.endswith(".bias"):
+        if name.endswith((".bias", ADAPTER_B)):
             weight.zero_()
         elif weight.dim() == 1:
             weight.fill_(1.0)
@@ -115,7 +123,7 @@ def initial_values(model: ModelConfig, seed: int, tp: TensorParallel = ALONE) ->
             weight.copy_(made)
         else:
             start, _ = shard_of(name, shapes[name], tp.rank, tp.size)
-            _fill_normal(weight, start, shapes[name][1], seed, name, _standard_deviation(name, model))
+            _fill_normal(weight, start, shapes[name][1], seed, name, _standard_deviation(name, shapes[name], model))
 
     return fill
 
@@ -157,5 +165,7 @@ def _runs(start: tuple[int, ...], shape: Sequence[int], columns: int) -> Iterato
         yield from ((first + row * columns, width) for row in range(rows))
 
 
-def _standard_deviation(name: str, model: ModelConfig) -> float:
+def _standard_deviation(name: str, shape: Sequence[int], model: ModelConfig) -> float:
+    if name.endswith(ADAPTER_A):
+        return 1 / math.sqrt(3 * shape[1])
     return STANDARD_DEVIATION / (math.sqrt(2 * model.layers) if name.endswith(RESIDUAL_OUTPUTS) else 1.0)

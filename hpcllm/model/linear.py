@@ -8,27 +8,92 @@
                       `-> g^T x, sum of g                           are made, now or when a schedule asks for them:
                           DeferredGradients: (w, b, x, g)           it fills what would be the pipeline's idle time
 
-Layers that are alone, with nothing deferred and nothing recomputed, are PyTorch's own and cost what they cost there.
+    adapter       x w^T + s (x a^T) b^T, w frozen: over columns a is whole and b is split by outputs, over rows a is
+                  split by inputs and b is whole, so its part of y is a part of the same sum and takes no message
+
+In training weight gradients are added straight to their sums (gradient_sums.py), and the input gradients of layers that
+read one tensor (query, key and value; gate and up) by products that add to the first one's. Layers that are alone, in a
+pass without sums, with nothing deferred, nothing recomputed and no adapter, are PyTorch's own.
 Norms and embeddings have no second half: little is gained by deferring their sums. A layer may be handed a Recompute in
 place of x (recompute.py): then it keeps that alone, and one recomputation serves its weight gradient and the gradients
-of what x is made of. Source of the halves: arXiv:2401.10241 section 2; of the split: see tensor_parallel.py.
+of what x is made of. Source of the halves: arXiv:2401.10241 section 2; of the split: see tensor_parallel.py; of
+adapters: arXiv:2106.09685 section 4.1, with s = alpha / rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from hpcllm.model.gradient_sums import GradientSums, add_layer
+from hpcllm.model.quantised import QuantisedWeight
 from hpcllm.model.recompute import Recompute
 from hpcllm.model.tensor_parallel import ALONE, TensorParallel, gather_sequence, start_gather, start_sum, sum_over_tp
 
-Weights = tuple[Tensor, Tensor | None]  # (outputs, inputs) and (outputs,): weight and bias
+Pair = tuple[Tensor, Tensor | None]  # (outputs, inputs) and (outputs,): a matrix that is trained, and its bias
+
+
+class Adapter(NamedTuple):
+    """Two thin matrices, whose product times `scale` is added to a weight; of this rank's part."""
+
+    a: Tensor  # (rank, inputs)
+    b: Tensor  # (outputs, rank)
+    scale: float
+
+
+class Weights(NamedTuple):
+    """The parameters of one linear layer, of this rank's part. With an adapter the others are frozen."""
+
+    weight: Tensor | QuantisedWeight  # (outputs, inputs); a frozen one may be of another type than x
+    bias: Tensor | None = None  # (outputs,)
+    adapter: Adapter | None = None
+
+    @property
+    def trained(self) -> list[Pair]:
+        """Matrices that get a gradient, in the order of `factors`."""
+        if self.adapter is not None:
+            return [(self.adapter.a, None), (self.adapter.b, None)]
+        return [(self.weight, self.bias)] if isinstance(self.weight, Tensor) and self.weight.requires_grad else []
+
+    def is_plain(self, dtype: torch.dtype) -> bool:
+        """True if the layer is one of PyTorch's own for x of this type."""
+        return self.adapter is None and isinstance(self.weight, Tensor) and self.weight.dtype == dtype
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight (outputs, inputs) in the type of a product."""
+        return self.weight.to(dtype) if isinstance(self.weight, Tensor) else self.weight.whole(dtype)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply x (..., inputs): (..., outputs), with this bias."""
+        y = functional.linear(x, self.matrix(x.dtype), bias)
+        if self.adapter is not None:
+            a, b, scale = self.adapter
+            y.view(-1, y.shape[-1]).addmm_(_flat(x) @ a.t(), b.t(), alpha=scale)
+        return y
+
+    def narrowed(self, gradient: Tensor) -> Tensor | None:
+        """Return the gradient (tokens, rank) of x a^T, given that of the result (tokens, outputs)."""
+        return None if self.adapter is None else (gradient @ self.adapter.b).mul_(self.adapter.scale)
+
+    def add_input_gradient(self, total: Tensor | None, gradient: Tensor, narrow: Tensor | None) -> Tensor:
+        """Return total + the gradient of x (tokens, inputs); total is overwritten. narrow: as `narrowed` has it."""
+        weight = self.matrix(gradient.dtype)
+        total = gradient @ weight if total is None else total.addmm_(gradient, weight)
+        return total if self.adapter is None or narrow is None else total.addmm_(narrow, self.adapter.a)
+
+    def factors(self, x: Tensor, gradient: Tensor, narrow: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """Return (g, x) of each matrix in `trained`, whose gradient is g^T x. x (tokens, inputs)."""
+        if self.adapter is None or narrow is None:
+            return [(gradient, x)] if self.trained else []
+        return [(narrow, x), (gradient, (x @ self.adapter.a.t()).mul_(self.adapter.scale))]
+
+
 Layers = Sequence[Weights]
 
 
@@ -36,21 +101,24 @@ Layers = Sequence[Weights]
 class DeferredGradients:
     """The weight gradients that one backward pass has left to be added."""
 
-    _entries: list[tuple[Weights, Tensor, Tensor]] = field(default_factory=list)  # in the order of the backward pass
+    _entries: list[tuple[Pair, Tensor, Tensor, GradientSums | None]] = field(default_factory=list)  # as they come
 
-    def append(self, weights: Weights, x: Tensor, gradient: Tensor) -> None:
-        """Note one layer's; x (tokens, inputs) and gradient (tokens, outputs) must not change until `add`."""
-        self._entries.append((weights, x, gradient))
+    def append(self, pair: Pair, x: Tensor, gradient: Tensor, sums: GradientSums | None) -> None:
+        """Note one matrix's; x (tokens, inputs) and gradient (tokens, outputs) must not change until `add`."""
+        self._entries.append((pair, x, gradient, sums))
 
     @torch.no_grad()
     def add(self, added: Callable[[Tensor], None]) -> None:
-        """Add everything noted to the parameters' .grad; each entry's memory is free once it is added.
+        """Add everything noted to its sums, or to the parameters' .grad; each entry's memory is free once it is added.
 
-        added: called with a parameter after something was added to its .grad.
+        added: called with a parameter after something was added to its .grad; sums take note by themselves.
         """
         self._entries.reverse()
         while self._entries:
-            (weight, bias), x, gradient = self._entries.pop()
+            (weight, bias), x, gradient, sums = self._entries.pop()
+            if sums is not None:
+                add_layer(sums, weight, bias, x, gradient)
+                continue
             if weight.grad is None:
                 weight.grad = gradient.t() @ x
             else:
@@ -69,6 +137,7 @@ class PassOptions:
     tp: TensorParallel = ALONE
     deferred: DeferredGradients | None = None  # where linear layers leave their weight gradients; None: in .grad
     recompute: bool = False  # a layer that is handed a Recompute keeps it in place of its value
+    sums: GradientSums | None = None  # where weight gradients are added; None: to .grad, by autograd
 
 
 PLAIN = PassOptions()
@@ -77,9 +146,33 @@ PLAIN = PassOptions()
 class Linear(nn.Linear):
     """The parameters of a linear layer: of this rank's part, where tp splits it."""
 
+    adapter_a: nn.Parameter | None
+    adapter_b: nn.Parameter | None
+    quantised: QuantisedWeight | None  # in place of `weight`
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.register_parameter("adapter_a", None)
+        self.register_parameter("adapter_b", None)
+        self.adapter_scale, self.quantised = 0.0, None
+
+    def quantise(self, bits: int) -> None:
+        """Hold the weight in 8 or 4 bits from now on, without values."""
+        self.quantised = QuantisedWeight(self.out_features, self.in_features, bits, self.weight.device)
+        self.register_parameter("weight", None)
+
+    def add_adapter(self, rank: int, alpha: float) -> None:
+        """Give the layer an adapter without values."""
+        self.adapter_a = nn.Parameter(self.weight.new_empty(rank, self.in_features))
+        self.adapter_b = nn.Parameter(self.weight.new_empty(self.out_features, rank))
+        self.adapter_scale = alpha / rank
+
     @property
     def weights(self) -> Weights:
-        return self.weight, self.bias
+        weight = self.quantised or self.weight
+        if self.adapter_a is None or self.adapter_b is None:
+            return Weights(weight, self.bias)
+        return Weights(weight, self.bias, Adapter(self.adapter_a, self.adapter_b, self.adapter_scale))
 
 
 def columns(x: Tensor | Recompute, layers: Layers, options: PassOptions = PLAIN) -> tuple[Tensor, ...]:
@@ -88,12 +181,11 @@ def columns(x: Tensor | Recompute, layers: Layers, options: PassOptions = PLAIN)
     Where tp splits the sequence, x is (B, T/tp, inputs) and the results are (tp, B, T/tp, outputs). The gradient of x
     is whole. One exchange forward if the sequence is split, and one, or two, backward.
     """
-    if options.recompute or options.tp.size > 1:
-        return _apply(_Columns, x, layers, options)
-    x = x.value() if isinstance(x, Recompute) else x
-    if options.deferred is None:
-        return tuple(functional.linear(x, *weights) for weights in layers)
-    return tuple(y for weights in layers for y in _apply(_Columns, x, [weights], options))
+    if options == PLAIN:
+        x = x.value() if isinstance(x, Recompute) else x
+        if all(weights.is_plain(x.dtype) for weights in layers):
+            return tuple(functional.linear(x, weights.matrix(x.dtype), weights.bias) for weights in layers)
+    return _apply(_Columns, x, layers, options)
 
 
 def rows(x: Tensor | Recompute, layer: Weights, options: PassOptions = PLAIN) -> Tensor:
@@ -103,18 +195,21 @@ def rows(x: Tensor | Recompute, layer: Weights, options: PassOptions = PLAIN) ->
     and one backward if the sequence is split.
     """
     if options == PLAIN:
-        return functional.linear(x.value() if isinstance(x, Recompute) else x, *layer)
+        x = x.value() if isinstance(x, Recompute) else x
+        if layer.is_plain(x.dtype):
+            return functional.linear(x, layer.matrix(x.dtype), layer.bias)
     return _apply(_Rows, x, [layer], options)[0]
 
 
 def _apply(
     kind: type[_Columns | _Rows], x: Tensor | Recompute, layers: Layers, options: PassOptions
 ) -> tuple[Tensor, ...]:
-    """Apply kind. Autograd sees the inputs of x, and the weights unless their gradients are deferred."""
+    """Apply kind. Autograd sees the inputs of x, and what is trained unless its gradients go elsewhere."""
     if isinstance(x, Tensor) or not options.recompute:
         x = Recompute(lambda same: same, (x if isinstance(x, Tensor) else x.value(),))
-    weights = () if options.deferred is not None else [tensor for layer in layers for tensor in layer]
-    y: tuple[Tensor, ...] = kind.apply(x, layers, options, *x.inputs, *weights)  # type: ignore[no-untyped-call]
+    elsewhere = options.deferred is not None or options.sums is not None
+    trained = () if elsewhere else [tensor for layer in layers for pair in layer.trained for tensor in pair]
+    y: tuple[Tensor, ...] = kind.apply(x, layers, options, *x.inputs, *trained)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -123,7 +218,7 @@ class _Columns(torch.autograd.Function):
     def forward(ctx: Any, x: Recompute, layers: Layers, options: PassOptions, *_: Tensor | None) -> tuple[Tensor, ...]:
         _keep(ctx, x, layers, options)
         whole = gather_sequence(x.value(), options.tp)
-        return tuple(functional.linear(whole, *weights) for weights in layers)
+        return tuple(weights.product(whole, weights.bias) for weights in layers)
 
     @staticmethod
     @once_differentiable
@@ -131,11 +226,13 @@ class _Columns(torch.autograd.Function):
         inputs, x = _recomputed(ctx)
         wait_for_whole = start_gather(x, ctx.options.tp)
         flat = [_flat(gradient) for gradient in gradients]
-        total = flat[0] @ ctx.layers[0][0]
-        for gradient, (weight, _) in zip(flat[1:], ctx.layers[1:], strict=True):
-            total.addmm_(gradient, weight)
+        narrow = [weights.narrowed(gradient) for weights, gradient in zip(ctx.layers, flat, strict=True)]
+        total = None
+        for weights, gradient, of_adapter in zip(ctx.layers, flat, narrow, strict=True):
+            total = weights.add_input_gradient(total, gradient, of_adapter)
+        assert total is not None, "there are layers"
         wait_for_sum = start_sum(total.view(*gradients[0].shape[:-1], -1), ctx.options.tp)
-        of_weights = _weight_gradients(ctx, _flat(wait_for_whole()), flat)
+        of_weights = _weight_gradients(ctx, _flat(wait_for_whole()), flat, narrow)
         return *_NO_TENSORS, *_input_gradients(x, inputs, wait_for_sum().view(x.shape)), *of_weights
 
 
@@ -143,11 +240,11 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Recompute, layers: Layers, options: PassOptions, *_: Tensor | None) -> tuple[Tensor]:
         _keep(ctx, x, layers, options)
-        ((weight, bias),), value = layers, x.value()
+        (weights,), value = layers, x.value()
         if options.tp.size == 1:
-            return (functional.linear(value, weight, bias),)
-        y = sum_over_tp(functional.linear(value, weight), options.tp)
-        return (y if bias is None else y.add_(bias),)
+            return (weights.product(value, weights.bias),)
+        y = sum_over_tp(weights.product(value, None), options.tp)
+        return (y if weights.bias is None else y.add_(weights.bias),)
 
     @staticmethod
     @once_differentiable
@@ -156,9 +253,10 @@ class _Rows(torch.autograd.Function):
         wait_for_whole = start_gather(gradient, ctx.options.tp, background=ctx.options.recompute)
         inputs, x = _recomputed(ctx)
         flat = _flat(wait_for_whole())
-        of_x = (flat @ ctx.layers[0][0]).view(x.shape)
-        of_weights = _weight_gradients(ctx, _flat(x), [flat])
-        return *_NO_TENSORS, *_input_gradients(x, inputs, of_x), *of_weights
+        narrow = ctx.layers[0].narrowed(flat)
+        of_x = ctx.layers[0].add_input_gradient(None, flat, narrow)
+        of_weights = _weight_gradients(ctx, _flat(x), [flat], [narrow])
+        return *_NO_TENSORS, *_input_gradients(x, inputs, of_x.view(x.shape)), *of_weights
 
 
 _NO_TENSORS = (None,) * 3  # the gradients of x, layers and options
@@ -185,25 +283,23 @@ def _input_gradients(x: Tensor, inputs: Sequence[Tensor | None], gradient: Tenso
     return [next(found) if t is not None and t.requires_grad else None for t in inputs]
 
 
-def _weight_gradients(ctx: Any, x: Tensor, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradient of each weight and bias, in order; none if they are deferred: then they are noted instead."""
+def _weight_gradients(
+    ctx: Any, x: Tensor, gradients: Sequence[Tensor], narrow: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradient of each matrix and bias, in order; none if they are noted for later or added to their sums."""
     found: list[Tensor | None] = []
-    for (weight, bias), gradient in zip(ctx.layers, gradients, strict=True):
-        if ctx.options.deferred is not None:
-            ctx.options.deferred.append((weight, bias), x, gradient)
-        else:
-            found += [gradient.t() @ x, None if bias is None else gradient.sum(0)]
+    deferred, sums = ctx.options.deferred, ctx.options.sums
+    for weights, *of_layer in zip(ctx.layers, gradients, narrow, strict=True):
+        for (weight, bias), (gradient, read) in zip(weights.trained, weights.factors(x, *of_layer), strict=True):
+            if deferred is not None:
+                deferred.append((weight, bias), read, gradient, sums)
+            elif sums is not None:
+                add_layer(sums, weight, bias, read, gradient)
+            else:
+                found += [gradient.t() @ read, None if bias is None else gradient.sum(0)]
     return found
 
 
 def _flat(x: Tensor) -> Tensor:
     """Reshape to (tokens, channels), detached: else what is noted would keep the graph that made it."""
     return x.detach().reshape(-1, x.shape[-1])
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left right to total, in place; a total of 16-bit products may be float32."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total.add_(left @ right)

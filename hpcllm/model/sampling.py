@@ -12,7 +12,7 @@ last half of them, the newest included, is read afresh: the text goes on from th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -107,16 +107,16 @@ def check_settings(new_tokens: int, temperature: float, top_k: int) -> None:
 
 
 def generate(
-    next_token: NextToken, prompt_tokens: list[int], new_tokens: int, max_sequence: int, stop: int | None
+    next_token: NextToken, prompt_tokens: list[int], new_tokens: int, max_sequence: int, stops: Collection[int] = ()
 ) -> Iterator[int]:
-    """Yield up to new_tokens tokens that continue the prompt; ends before `stop` would be yielded.
+    """Yield up to new_tokens tokens that continue the prompt; ends before one of `stops` would be yielded.
 
     Of a longer prompt the last max_sequence tokens count.
     """
     tokens, unread, held = list(prompt_tokens), prompt_tokens[-max_sequence:], 0
     for _ in range(new_tokens):
         token = next_token(unread, held == 0)
-        if token == stop:
+        if token in stops:
             return
         yield token
         tokens.append(token)

@@ -3,6 +3,7 @@ checkpoint and the planner. Pure.
 
     embedding.weight  positions.weight   [first stage]
     blocks.<i>.attention_norm | attention.{query,key,value,output} | ffn_norm | ffn.{up,gate,down}
+        of a layer with a low-rank adapter besides: <layer>.adapter_a  <layer>.adapter_b
     final_norm.weight  head.weight       [last stage; head is the embedding when tied]
 
 A name carries no rank and a shape is global, so any layout can read what any other wrote. Linear weights are
@@ -13,6 +14,9 @@ tensor-parallel rank holds shards (arXiv:1909.08053 section 3):
     rows      output, down                                      columns of the weight (its inputs) are split
     tables    embedding, head                                   rows: the vocabulary, which need not divide evenly
     the rest  norms, positions, biases of row layers            whole on every rank
+
+An adapter (arXiv:2106.09685 section 4.1) is split as its layer is: where that is columns, b by its outputs, where it is
+rows, a by its inputs; the other one is whole, and each rank has a part of its gradient.
 """
 
 from __future__ import annotations
@@ -21,9 +25,10 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-from hpcllm.config.schema import ModelConfig
+from hpcllm.config.schema import AdapterConfig, ModelConfig
 from hpcllm.mpi.partition import chunk_range
 
 if TYPE_CHECKING:
@@ -34,6 +39,8 @@ ENDS = "ends"  # the unit of embeddings, final norm and head, whatever of them a
 _COLUMNS = ("attention.query", "attention.key", "attention.value", "ffn.gate", "ffn.up")
 _ROWS = ("attention.output", "ffn.down")
 _TABLES = ("embedding.weight", "head.weight")
+BASE_BITS = {"int8": 8, "int4": 4}
+ADAPTER_A, ADAPTER_B = "adapter_a", "adapter_b"  # (rank, inputs) and (outputs, rank)
 
 
 @dataclass(frozen=True)
@@ -99,12 +106,34 @@ def parameter_shapes(model: ModelConfig, span: StageSpan | None = None) -> dict[
     return shapes
 
 
+def adapter_shapes(model: ModelConfig, adapter: AdapterConfig, span: StageSpan | None = None) -> dict[str, Shape]:
+    """Map name -> global shape of the adapters, in the order of the forward pass; none if their rank is 0."""
+    shapes: dict[str, Shape] = {}
+    for name, shape in parameter_shapes(model, span).items() if adapter.rank else ():
+        layer, _, kind = name.rpartition(".")
+        if name.startswith("blocks.") and kind == "weight" and layer.rpartition(".")[2] in adapter.targets:
+            shapes |= {
+                f"{layer}.{ADAPTER_A}": (adapter.rank, shape[1]),
+                f"{layer}.{ADAPTER_B}": (shape[0], adapter.rank),
+            }
+    return shapes
+
+
+def trained_shapes(model: ModelConfig, adapter: AdapterConfig, span: StageSpan | None = None) -> dict[str, Shape]:
+    """Map name -> global shape of what a run updates: adapters alone, or where there are none all parameters."""
+    return adapter_shapes(model, adapter, span) or parameter_shapes(model, span)
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith((ADAPTER_A, ADAPTER_B))
+
+
 def split_dim(name: str) -> int | None:
     """The dim of a parameter that tp splits; None: every rank has all of it."""
     layer, _, kind = name.rpartition(".")
-    if name in _TABLES or layer.endswith(_COLUMNS):
+    if name in _TABLES or (layer.endswith(_COLUMNS) and kind != ADAPTER_A):
         return 0
-    return 1 if layer.endswith(_ROWS) and kind == "weight" else None
+    return 1 if layer.endswith(_ROWS) and kind in ("weight", ADAPTER_A) else None
 
 
 def unit_of(parameter: str) -> str:
@@ -141,9 +170,15 @@ def shard_of(name: str, shape: Shape, rank: int, size: int) -> tuple[Shape, Shap
     return tuple(start), tuple(local)
 
 
-def split_sizes(model: ModelConfig, spans: Sequence[StageSpan], tp: int, tp_rank: int = 0) -> dict[str, int]:
-    """Elements of each parameter of these spans that a tp rank has; an embedding that is first and last counts once."""
-    shapes = {name: shape for span in spans for name, shape in parameter_shapes(model, span).items()}
+def split_sizes(
+    model: ModelConfig, spans: Sequence[StageSpan], tp: int, tp_rank: int = 0, adapter: AdapterConfig | None = None
+) -> dict[str, int]:
+    """Elements of each parameter of these spans that a tp rank has; an embedding that is first and last counts once.
+
+    adapter: only of what a run with it trains.
+    """
+    of_span = partial(trained_shapes, model, adapter) if adapter else partial(parameter_shapes, model)
+    shapes = {name: shape for span in spans for name, shape in of_span(span=span).items()}
     return {name: math.prod(shard_of(name, shape, tp_rank, tp)[1]) for name, shape in shapes.items()}
 
 
@@ -151,16 +186,19 @@ def parameter_count(model: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in parameter_shapes(model).values())
 
 
-def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
+def flops_per_token(model: ModelConfig, sequence_length: int, adapter: AdapterConfig | None = None) -> float:
     """FLOPs of one forward and backward pass per token, the model's own (nothing recomputed).
 
     6 per weight of a matrix product, and 12 x channels of all heads x sequence a layer for the two products of
-    attention (arXiv:2104.04473 counts the whole square of scores, not the causal half; so do we).
+    attention (arXiv:2104.04473 counts the whole square of scores, not the causal half; so do we). With adapters 4 per
+    weight that is frozen, whose gradient nobody makes, and 6 per value of theirs.
     """
     shapes = parameter_shapes(model)
     matrices = sum(math.prod(s) for name, s in shapes.items() if len(s) == 2 and name.startswith(("blocks.", "head.")))
     head = math.prod(shapes["embedding.weight"]) if model.tied else 0
-    return 6.0 * (matrices + head) + 12.0 * model.layers * model.heads * model.head_dim * sequence_length
+    adapters = sum(math.prod(s) for s in adapter_shapes(model, adapter).values()) if adapter else 0
+    products = (4.0 if adapters else 6.0) * (matrices + head) + 6.0 * adapters
+    return products + 12.0 * model.layers * model.heads * model.head_dim * sequence_length
 
 
 def _block(model: ModelConfig) -> dict[str, Shape]:

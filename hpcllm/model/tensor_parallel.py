@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hpcllm import collectives  # which starts MPI when a rank that is not alone first calls it
+from hpcllm.model.shapes import is_adapter, split_dim
 
 if TYPE_CHECKING:
     from hpcllm.collectives import Group, Handle
@@ -73,10 +74,14 @@ def traffic(tp: TensorParallel) -> tuple[float, int, int]:
 
 
 def has_partial_gradient(name: str, tp: TensorParallel) -> bool:
-    """True if a parameter's gradient is still to be summed over tp, each rank having seen its part of the sequence.
+    """True if a parameter's gradient is still to be summed over tp.
 
-    Norms and positions, then; the biases of row layers get theirs from a gradient that has been gathered by then.
+    Where each rank has seen its part of the sequence: norms and positions; the biases of row layers get theirs from a
+    gradient that has been gathered by then. Of an adapter the matrix that is whole: each rank has seen its part of what
+    the other one, which is split, reads or writes.
     """
+    if is_adapter(name):
+        return tp.size > 1 and split_dim(name) is None
     return tp.sequence and ("norm." in name or name.startswith("positions."))
 
 
