@@ -1,7 +1,9 @@
 """`auto`: the algorithm of a call, and whether to compress.
 
     plan(operation, n, codec, group)
-        group has no tuning   fixed rules, selection.py: no clock has a say, so every run sums in the same order
+        group has no tuning   fixed rules, selection.py: no clock has a say, so every run sums in the same order.
+                              Between nodes a codec must win by 5 % with the coarse rates of assumed_rates.py, on the
+                              wire that rank 0's network interfaces tell
         group has tuning      the cheapest by cost.py with measured rates; a codec must win by 5 % or it is not used
 
 Rates that were measured with arrays on the CPU say nothing of a device, so there its rules hold even with tuning.
@@ -56,9 +58,9 @@ def _plan(operation: str, n: int, codec: Codec, group: Group, place: str) -> Pla
             chosen = codec if decision["codec"] == codec.name else Raw(codec.dtype)
             return Plan(decision["algorithm"], chosen, decision["predicted_s"], decision["why"])
     x = Values(n, codec.dtype.itemsize, dtype, codec.name, on_cpu=place == "cpu")
-    if codec_by_rule(x, group.shape) != codec.name:
+    if codec_by_rule(operation, x, group.shape, group.wire_gb_s) != codec.name:
         codec, x = Raw(codec.dtype), replace(x, codec="raw")
-    may_block, has_shared = group.wire.waits.limit_s is None, group.shared_arrays > 0
+    may_block, has_shared = group.wire.waits.may_block(x.size_bytes), group.shared_arrays > 0
     return Plan(by_rule(operation, x, group.shape, may_block, has_shared), codec)
 
 

@@ -8,13 +8,17 @@
     node 0:  rank 0  rank 3  rank 4        places 0 1 2        peers of place 0:  ranks 0, 1
     node 1:  rank 1  rank 2                places 0 1          lanes = 2, the places that every node has
 
-Nodes are numbered by their lowest rank. The first collective on a communicator is where the Group is made, so that one
-is slower, and collective even where its algorithm is not. Freeing the communicator frees the Group.
+Nodes are numbered by their lowest rank. A node is crowded if its ranks cannot have a hardware thread each, by the masks
+that the launcher gave them: then a rank that waits for another may hold it up. Of several nodes rank 0 looks how fast
+its network interfaces are.
+
+The first collective on a communicator is where the Group is made, so that one is slower, and collective even where its
+algorithm is not. Freeing the communicator frees the Group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -26,6 +30,10 @@ from hpcllm.collectives.wire import Wire
 from hpcllm.errors import CollectiveError
 from hpcllm.mpi.meeting_comm import plain
 from hpcllm.mpi.wait import name_rank
+from hpcllm.system.hardware.node import allowed_cores
+from hpcllm.system.hardware.pci_devices import find_nics, wire_gb_s
+
+MASK_BYTES = 1024  # of 8192 hardware threads, the most that Linux is built for
 
 
 @dataclass(eq=False)
@@ -36,6 +44,8 @@ class Group:
     node: MPI.Intracomm
     peers: MPI.Intracomm  # for places below `lanes`, rank in it = number of the node
     node_sizes: tuple[int, ...]  # ranks on each node
+    crowded: bool = False  # one of the nodes at least
+    wire_gb_s: float | None = None  # each way of a node to others, on all ranks as rank 0's says; None: not known
     wire: Wire = field(default_factory=Wire)
     plans: dict[Any, Any] = field(default_factory=dict)  # plans of auto.py
     tuning: Tuning | None = None  # measured rates that auto.py decides by; None: its rules
@@ -58,7 +68,7 @@ class Group:
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.size, self.nodes, self.lanes)
+        return Shape(self.size, self.nodes, self.lanes, self.crowded)
 
     def name(self, rank: int) -> str:
         """'rank 5', as the whole job counts: for error messages."""
@@ -110,12 +120,41 @@ def make_group(comm: MPI.Intracomm, node: MPI.Intracomm | None = None) -> Group:
     node = node.Dup() if node else cast(MPI.Intracomm, own.Split_type(MPI.COMM_TYPE_SHARED, own.rank))
     lowest = np.array([own.rank])
     node.Allreduce(MPI.IN_PLACE, lowest, MPI.MIN)
-    sizes = np.zeros(own.size, dtype=np.int64)  # of the node whose lowest rank it is
-    sizes[own.rank] = node.size if own.rank == lowest[0] else 0
-    own.Allreduce(MPI.IN_PLACE, sizes)
+    found = np.zeros(own.size + 2, dtype=np.int64)  # size of the node whose lowest rank it is; ranks on crowded nodes
+    found[own.rank] = node.size if own.rank == lowest[0] else 0
+    found[-2] = are_crowded(_cores_of_all(node))
+    if own.rank == 0 and node.size < own.size:
+        found[-1] = round(1e9 * (wire_gb_s(find_nics()) or 0))  # bytes a second
+    own.Allreduce(MPI.IN_PLACE, found)
+    sizes, crowded, wire = found[:-2], bool(found[-2]), found[-1] / 1e9 or None
     number = np.count_nonzero(sizes[: lowest[0]])
     peers = cast(MPI.Intracomm, own.Split(node.rank, int(number)))
-    return Group(plain(own), plain(node), plain(peers), tuple(sizes[sizes > 0].tolist()))
+    return Group(plain(own), plain(node), plain(peers), tuple(sizes[sizes > 0].tolist()), crowded, wire)
+
+
+def are_crowded(cores: Sequence[Collection[int]]) -> bool:
+    """True if ranks that may run on these hardware threads cannot have one each: by a matching of both. Pure."""
+    taken: dict[int, int] = {}  # hardware thread -> rank
+
+    def place(rank: int, tried: set[int]) -> bool:
+        for core in sorted(cores[rank], key=taken.__contains__):  # free ones first
+            if core not in tried:
+                tried.add(core)
+                if core not in taken or place(taken[core], tried):
+                    taken[core] = rank
+                    return True
+        return False
+
+    return len(set().union(*cores)) < len(cores) or not all(place(rank, set()) for rank in range(len(cores)))
+
+
+def _cores_of_all(node: MPI.Intracomm) -> list[list[int]]:
+    """Gather the hardware threads that each rank of a node may run on. Collective over node."""
+    mask = np.zeros(8 * MASK_BYTES, dtype=np.uint8)
+    mask[list(allowed_cores())] = 1
+    masks = np.empty((node.size, MASK_BYTES), dtype=np.uint8)
+    node.Allgather(np.packbits(mask), masks)
+    return [np.flatnonzero(np.unpackbits(row)).tolist() for row in masks]
 
 
 def group_of(comm: MPI.Intracomm | Group) -> Group:

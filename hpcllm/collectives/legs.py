@@ -85,6 +85,11 @@ class Work:
         return 0 if isinstance(self.codec, Raw) else self.slot_bytes
 
     @property
+    def is_bare(self) -> bool:
+        """True if messages are memory of a device that no codec has touched, and noted."""
+        return isinstance(self.codec, Raw) and not self.x.is_cpu
+
+    @property
     def index(self) -> int:
         """Place of this rank's x among those of all ranks."""
         return self.x.numel() * self.team.group.rank
@@ -106,6 +111,20 @@ class Work:
         """turns: at most, of as many strips."""
         what = f"{name} of {self.team.what} to go"
         return Slots(self.team.group.wire, f"{self.team.name} {name}", min(turns, self.strips), count, slot_bytes, what)
+
+    def note(self, data: torch.Tensor) -> None:
+        """Note that the stream is told all that it has to do with raw values, as codecs do with what they encode.
+
+        A message of memory that nobody has noted would wait for all that the stream was told, by an event of its own.
+        """
+        if self.is_bare:
+            self.team.group.wire.memory.record(data)
+
+    def note_addends(self, strip: int) -> None:
+        """Note the parts of others, once for all messages of a strip."""
+        parts = [self.parts.part(strip, place) for place in self.owners(strip)] if self.is_bare else []
+        if parts:
+            self.note(self.x[min(first for first, _ in parts) : max(end for _, end in parts)])
 
     def send(self, data: torch.Tensor, place: int, tag: int, plain_bytes: int) -> list[MPI.Request]:
         group = self.team.group
@@ -132,12 +151,14 @@ class Work:
 class Addends:
     """My addends to their owners, and everybody's addends of my parts to me."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, lag: int = LAG) -> None:
+        """lag: turns that addends have to arrive."""
         self.work = work
-        self.sent = work.slots("addends", LAG + 1, work.most, work.encoded_bytes)
-        self.landing = work.slots("arriving addends", LAG + 2, work.team.size, work.slot_bytes)
+        self.sent = work.slots("addends", lag + 1, work.most, work.encoded_bytes)
+        self.landing = work.slots("arriving addends", lag + 2, work.team.size, work.slot_bytes)
         self.arriving: dict[tuple[int, int], list[MPI.Request]] = {}
         self.scratch = work.team.group.wire.memory.workspace(f"{work.team.name} total", work.longest, torch.float32)
+        work.note(self.landing.memory)
         self._receive(0)
 
     def send(self, strip: int) -> None:
@@ -147,6 +168,7 @@ class Addends:
             return
         self._receive(strip + 1)
         self.sent.wait(strip)
+        work.note_addends(strip)
         encoded = []
         for number, place in enumerate(work.owners(strip)):
             first, end = work.parts.part(strip, place)
@@ -179,6 +201,8 @@ class Addends:
             total = self.scratch[: own.numel()]
         for place in range(self.work.team.size if own.numel() else 0):
             self._add(place, strip, own, total)
+        if self.work.is_bare:
+            self.work.note(self.landing.rows(strip))
         if result.dtype == torch.float32:
             return total
         return result.copy_(total)
@@ -239,7 +263,9 @@ class Sums:
             return data
         if codec.lossless and total.data_ptr() != own.data_ptr():
             total = own.copy_(total)
-        return codec.encode(total, slot, index)
+        data = codec.encode(total, slot, index)
+        self.work.note(data)
+        return data
 
     def arrive(self, strip: int) -> None:
         """Return when all sums of a strip have come."""

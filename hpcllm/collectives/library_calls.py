@@ -2,7 +2,7 @@
 
     fp32 values, contiguous, of NumPy or of a torch tensor on the CPU
     `auto` took the library for so many of them before                  -->  comm.Allgather(memory, into)
-    waits have no limit, and nothing has failed here                    otherwise None: operations.py goes on
+    its waits may block, and nothing has failed here                    otherwise None: operations.py goes on
 
 The general way takes 15 to 100 us to check and plan, the library 5 to move 4 KiB. Each function does what that of the
 same name in operations.py does, or returns None before anything was sent. A rank may go either way, whatever the others
@@ -11,6 +11,7 @@ do: there, too, the end is the same call of the library, with the same types (na
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,17 @@ from mpi4py import MPI
 
 from hpcllm.collectives.arrays import Array, new_like, overlap
 from hpcllm.collectives.group import Group
-from hpcllm.collectives.native import counts_of
+from hpcllm.collectives.native import counts_of, library_words
 from hpcllm.mpi.buffers import LARGEST_MESSAGE_BYTES
 
 FLOAT32 = np.dtype(np.float32)
 
 
 def allreduce(x: Array, group: Group) -> Array | None:
-    if not _may_call("allreduce", _count(x), group):
+    n = _count(x)
+    if not _may_call("allreduce", n, group):
         return None
-    group.comm.Allreduce(MPI.IN_PLACE, _memory(x))
+    _call(group, n, group.comm.Allreduce, MPI.IN_PLACE, _memory(x))
     return x
 
 
@@ -41,7 +43,7 @@ def reduce_scatter(x: Array, group: Group, out: Array | None) -> Array | None:
         out = new_like(x, (counts[group.rank],))
     elif not _can_take(out, x, counts[group.rank]):
         return None
-    group.comm.Reduce_scatter(_memory(x), _memory(out), counts)
+    _call(group, n, group.comm.Reduce_scatter, _memory(x), _memory(out), counts)
     return out
 
 
@@ -54,7 +56,7 @@ def allgather(part: Array, group: Group, out: Array | None) -> Array | None:
         out = new_like(part, (group.size * shape[0], *shape[1:]))
     elif not _can_take(out, part, n):
         return None
-    group.comm.Allgather(_memory(part), _memory(out))
+    _call(group, n, group.comm.Allgather, _memory(part), _memory(out))
     return out
 
 
@@ -66,21 +68,27 @@ def alltoall(x: Array, group: Group, out: Array | None) -> Array | None:
         out = new_like(x, x.shape)
     elif not _can_take(out, x, n):
         return None
-    group.comm.Alltoall(_memory(x), _memory(out))
+    _call(group, n, group.comm.Alltoall, _memory(x), _memory(out))
     return out
 
 
 def broadcast(x: Array, group: Group, root: int) -> Array | None:
-    if not 0 <= root < group.size or not _may_call("broadcast", _count(x), group):
+    n = _count(x)
+    if not 0 <= root < group.size or not _may_call("broadcast", n, group):
         return None
-    group.comm.Bcast(_memory(x), root)
+    _call(group, n, group.comm.Bcast, _memory(x), root)
     return x
 
 
 def _may_call(operation: str, n: int, group: Group) -> bool:
     plan = group.plans.get((operation, n, "raw", torch.float32, "cpu"))
     is_library = plan is not None and plan.algorithm == "native" and not group.broken
-    return is_library and group.wire.waits.limit_s is None and 0 < n * FLOAT32.itemsize <= LARGEST_MESSAGE_BYTES
+    size_bytes = n * FLOAT32.itemsize
+    return is_library and 0 < size_bytes <= LARGEST_MESSAGE_BYTES and group.wire.waits.may_block(size_bytes)
+
+
+def _call(group: Group, n: int, call: Callable[..., object], *arguments: Any) -> None:
+    group.wire.waits.block(lambda: library_words(call.__name__, n * FLOAT32.itemsize, group), call, *arguments)
 
 
 def _count(x: Array) -> int:

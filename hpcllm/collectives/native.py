@@ -4,7 +4,7 @@ Uncompressed only: MPI can neither add up our codes nor tell how long they are. 
 no portable 16-bit floats; data movement is of any dtype.
 
     waits without a limit     MPI's blocking call, the faster one; library_calls.py makes the same at once
-    with one                  the nonblocking call, polled
+    with one                  the nonblocking call, polled; of little the blocking one where nothing else computes
     chunks of one length      the call without counts, which libraries do better; but for reduce_scatter, which Open MPI
                               without counts makes of a reduce and a scatter
 
@@ -21,11 +21,13 @@ import torch
 from mpi4py import MPI
 
 from hpcllm.codecs.protocol import Codec
+from hpcllm.collectives.arrays import overlap
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.selection import LARGEST_COUNT
 from hpcllm.mpi.buffers import LARGEST_MESSAGE_BYTES, as_buffer
 from hpcllm.mpi.message_memory import DeviceMemory
 from hpcllm.mpi.partition import chunk_range
+from hpcllm.mpi.wait import name_members
 
 UNITS = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.FLOAT, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}  # moved, never added
 
@@ -36,17 +38,22 @@ def native_allreduce(x: torch.Tensor, group: Group, codec: Codec) -> None:
     on_host = _on_host("sum", x, group)
     memory, step = on_host.numpy(), LARGEST_MESSAGE_BYTES // x.element_size()
     for start in range(0, memory.size, step):
-        piece = memory[start : start + step]
-        group.wire.waits.allreduce(group.comm, piece, lambda: f"the library's allreduce over {group.size} ranks")
+        _call(group, "Allreduce", x.nbytes, MPI.IN_PLACE, memory[start : start + step])
     _bring_back(on_host, x)
 
 
 def native_reduce_scatter(x: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec) -> None:
-    """x (n,) float32 -> out: this rank's chunk of the sum. Collective. Raises ValueError on another dtype or codec."""
+    """x (n,) float32 -> out: this rank's chunk of the sum, or that chunk of x itself. Collective.
+
+    Raises ValueError on another dtype or codec.
+    """
     _check_sum(codec)
     _check_count(x.numel())
     addends, total = _on_host("addends", x, group), _on_host("sum", out, group, filled=False)
-    _call(group, "Reduce_scatter", addends.numpy(), total.numpy(), counts_of(x.numel(), group.size)[0])
+    if overlap(addends, total):  # MPI takes no memory twice
+        total = group.wire.memory.workspace("sum", out.numel(), out.dtype)
+    counts = counts_of(x.numel(), group.size)[0]
+    _call(group, "Reduce_scatter", x.nbytes, addends.numpy(), total.numpy(), counts)
     _bring_back(total, out)
 
 
@@ -62,9 +69,9 @@ def native_allgather(part: torch.Tensor, out: torch.Tensor, group: Group, codec:
         in_place = True
     sent = MPI.IN_PLACE if in_place else _units(_for_library("part", part, group))
     if out.numel() % group.size == 0:
-        _call(group, "Allgather", sent, _units(everything))
+        _call(group, "Allgather", out.nbytes, sent, _units(everything))
     else:
-        _call(group, "Allgatherv", sent, _units(everything, counts_of(out.numel(), group.size)))
+        _call(group, "Allgatherv", out.nbytes, sent, _units(everything, counts_of(out.numel(), group.size)))
     _bring_back(everything, out)
 
 
@@ -73,7 +80,7 @@ def native_alltoall(x: torch.Tensor, out: torch.Tensor, group: Group, codec: Cod
     _check_raw(codec)
     _check_count(x.numel())
     leaving, coming = _for_library("leaving", x, group), _for_library("coming", out, group, filled=False)
-    _call(group, "Alltoall", _units(leaving), _units(coming))
+    _call(group, "Alltoall", x.nbytes, _units(leaving), _units(coming))
     _bring_back(coming, out)
 
 
@@ -83,7 +90,7 @@ def native_broadcast(x: torch.Tensor, root: int, group: Group, codec: Codec) -> 
     step = LARGEST_MESSAGE_BYTES // x.element_size()
     everything = _for_library("everything", x, group, filled=group.rank == root)
     for start in range(0, x.numel(), step):
-        _call(group, "Bcast", _units(everything[start : start + step]), root)
+        _call(group, "Bcast", x.nbytes, _units(everything[start : start + step]), root)
     if group.rank != root:
         _bring_back(everything, x)
 
@@ -103,22 +110,34 @@ def _on_host(name: str, x: torch.Tensor, group: Group, *, filled: bool = True) -
     if not isinstance(memory, DeviceMemory):
         return x
     host = memory.pinned(name, x.nbytes).view(x.dtype)
-    return host.copy_(x) if filled else host
+    if filled:
+        return host.copy_(x)
+    memory.before_receive(host)  # the last call's result may still be on its way from there
+    return host
 
 
 def _bring_back(values: torch.Tensor, x: torch.Tensor) -> None:
-    """Copy to x what was received or summed elsewhere."""
+    """Copy to x what was received or summed elsewhere; the host does not wait, see _on_host."""
     if values is not x:
-        x.copy_(values)
+        x.copy_(values, non_blocking=True)
 
 
-def _call(group: Group, name: str, *arguments: Any) -> None:
-    """Make a collective call of the library by its name: the blocking one, or its twin that is polled."""
-    if group.wire.waits.limit_s is None:
-        getattr(group.comm, name)(*arguments)
+def _call(group: Group, name: str, size_bytes: int, *arguments: Any) -> None:
+    """Make a collective call of the library by its name: the blocking one, or its twin that is polled.
+
+    size_bytes: of the whole array, on every rank, as selection.py counts it.
+    """
+    waits = group.wire.waits
+    if waits.may_block(size_bytes):
+        waits.block(lambda: library_words(name, size_bytes, group), getattr(group.comm, name), *arguments)
         return
     request = getattr(group.comm, f"I{name.lower()}")(*arguments)
-    group.wire.waits.all([request], lambda: f"the library's {name.lower()} over {group.size} ranks")
+    waits.all([request], lambda: library_words(name, size_bytes, group))
+
+
+def library_words(name: str, size_bytes: int, group: Group) -> str:
+    """Name a call of the library where it is waited for; the same words on every rank."""
+    return f"the library's {name.lower()} of {size_bytes} bytes, {name_members(group.comm)}"
 
 
 @lru_cache(maxsize=64)

@@ -18,6 +18,7 @@ memory".
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -94,21 +95,25 @@ class Node:
         else:
             if own != result:
                 kernels.copy(result, own, n * x.itemsize)
-            self._collect(x, cuts, window.addresses, offset, task)
+            self.collect(x, lambda owner: cuts[owner : owner + 2] * x.itemsize, window.addresses, offset, task)
         self.meet(kernels.LEFT, task)
 
     def _own(self, x: torch.Tensor, cuts: NDArray[np.int64]) -> int:
         """Address of this rank's slice of x."""
         return x.data_ptr() + int(cuts[self.rank]) * x.itemsize
 
-    def _collect(
-        self, x: torch.Tensor, cuts: NDArray[np.int64], rows: NDArray[np.uint64], offset: int, task: int
+    def collect(
+        self, x: torch.Tensor, part_of: Callable[[int], Iterable[int]], rows: NDArray[np.uint64], offset: int, task: int
     ) -> None:
-        """Copy the others' slices of x from their places in a window, once all owners are done with theirs."""
+        """Copy the others' parts of x from their places in a window, once all owners are done with theirs.
+
+        part_of: first byte and end in x of the part that a rank of the node owns.
+        """
         self.meet(kernels.BETWEEN, task)
-        for owner in range(self.rank + 1, self.rank + self.ranks):  # all begin at different owners
-            start, end = (int(cut) * x.itemsize for cut in cuts[owner % self.ranks :][:2])
-            kernels.copy(x.data_ptr() + start, int(rows[owner % self.ranks]) + offset + start, end - start)
+        for other in range(self.rank + 1, self.rank + self.ranks):  # all begin at different owners
+            owner = other % self.ranks
+            start, end = map(int, part_of(owner))
+            kernels.copy(x.data_ptr() + start, int(rows[owner]) + offset + start, end - start)
 
     def enter(self, x: torch.Tensor, task: int) -> tuple[Window | None, int]:
         """Meet the others at the begin of a call; the window that all ranks' x are in and the offset, or None."""

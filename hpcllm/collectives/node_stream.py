@@ -45,11 +45,7 @@ class NodeStream:
             self._exchange(strip, GATHER)
             return
         self.node.calls += 1
-        self.node.meet(kernels.BETWEEN, GATHER)
-        for other in range(self.node.rank + 1, self.node.rank + self.node.ranks):  # all begin at different owners
-            start, end = self._range(other % self.node.ranks, strip)
-            source = int(self.window.addresses[other % self.node.ranks]) + self.offset + start
-            kernels.copy(self.x.data_ptr() + start, source, end - start)
+        self.node.collect(self.x, lambda owner: self._range(owner, strip), self.window.addresses, self.offset, GATHER)
 
     def close(self) -> None:
         """Return when the others are done with my part of a shared array."""

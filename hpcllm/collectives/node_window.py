@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from hpcllm.codecs.protocol import Codec
+from hpcllm.collectives.arrays import overlap
 from hpcllm.collectives.group import Group
 from hpcllm.collectives.node import GATHER_CHUNKS, SUM_CHUNKS, Node, node_of
 from hpcllm.collectives.node_kernels import KINDS, copy
@@ -34,7 +35,9 @@ def node_window_allreduce(x: torch.Tensor, group: Group, codec: Codec) -> None:
 
 
 def node_window_reduce_scatter(x: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec) -> None:
-    """x (n,) fp32, bf16 or fp16 -> out: this rank's chunk of the sum over the ranks of one node. Collective over group.
+    """x (n,) fp32, bf16 or fp16 -> out: this rank's chunk of the sum over the ranks of one node, or that chunk of x.
+
+    Collective over group.
 
     Raises ValueError on all ranks if they bring different lengths, with several nodes, or with a codec other than raw.
     """
@@ -42,7 +45,11 @@ def node_window_reduce_scatter(x: torch.Tensor, out: torch.Tensor, group: Group,
     if group.size == 1:
         out.copy_(x)
     elif x.numel() > 0:
-        _sum_chunks(x, out, node_of(group))
+        # the sum of a chunk begins with rank 0's addend, where this rank's own may still be wanted
+        total = group.wire.memory.workspace("sum", out.numel(), out.dtype) if overlap(x, out) else out
+        _sum_chunks(x, total, node_of(group))
+        if total is not out:
+            out.copy_(total)
 
 
 def node_window_allgather(part: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec) -> None:

@@ -106,7 +106,8 @@ def reduce_scatter(
 ) -> Array:
     """This rank's chunk, chunk_range(x's values, ranks, rank), of the sum over ranks of x. Collective over comm.
 
-    x: contiguous, float32, bfloat16 or float16, left as it is. Returns out, or a new (own chunk,) array of x's kind.
+    x: contiguous, float32, bfloat16 or float16. Left as it is, unless `out` is that very chunk of it. Returns out, or a
+    new (own chunk,) array of x's kind.
     """
     group = group_of(comm)
     if codec == "raw" and algorithm == "auto" and (done := library_calls.reduce_scatter(x, group, out)) is not None:
@@ -115,8 +116,8 @@ def reduce_scatter(
     start, end = chunk_range(values.numel(), group.size, group.rank)
     out = new_like(x, (end - start,)) if out is None else out
     result = _like("out", out, values, end - start)
-    if overlap(values, result):
-        raise ValueError("reduce_scatter: out shares memory with x")
+    if overlap(values, result) and result.data_ptr() != values[start:end].data_ptr():
+        raise ValueError("reduce_scatter: out shares memory with x but is not this rank's chunk of it")
     _run("reduce_scatter", values, codec, algorithm, group, values, result)
     return out
 

@@ -2,16 +2,19 @@
 
 Without measured rates, by rule, so that every run sums in the same order; arrays on the CPU:
 
-    one node,  raw    node_window; where waits have no limit, so that the library may block, native up to LIBRARY_BYTES,
-                      or, if the communicator has arrays in shared memory, up to LIBRARY_BYTES_SHARED
+    one node,  raw    node_window; where the library may block, native up to LIBRARY_BYTES, to LIBRARY_BYTES_CROWDED if
+                      ranks have to share cores (group.py), which a rank that spins in the window may keep from another,
+                      or, if the communicator has arrays in shared memory, to LIBRARY_BYTES_SHARED
     more,      raw    fp32 up to 64 KiB native, then two_level where ranks share nodes, else by size per rank
     a codec           two_level where ranks share nodes, else two_step; of many ranks, and inside two_level of many
-                      nodes, grid (strips.takes_grid); between nodes raw below CODEC_BYTES
+                      nodes, grid (strips.takes_grid). Between nodes raw below CODEC_BYTES, and where coarse rates of
+                      the codec and of the wire (assumed_rates.py) do not make it 5 % faster
 
 Arrays on a device share no windows: by the lines for more nodes, however many there are, with the library only up to
 64 KiB: it adds up on the host and takes a whole array there at once, while ours copy parts as others are on the wire.
-A wait with a limit polls, gives way and sleeps, and a library's sum moves on only when it is polled: 16 KiB between two
-ranks that compute in between took 600 us native and 40 in node_window.
+A wait that polls gives way and sleeps, and a library's sum moves on only when it is polled: 16 KiB between two ranks
+that compute in between took 600 us native and 40 in node_window. So the library is for waits that may block: without a
+limit, or short ones of the foreground (mpi/wait.py).
 
 With measured rates, by cost.py:
 
@@ -23,9 +26,10 @@ With measured rates, by cost.py:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpcllm.codecs.names import parse_name
+from hpcllm.collectives.assumed_rates import assumed_rates
 from hpcllm.collectives.cost import COSTS, cost_s, message_cost_s
 from hpcllm.collectives.strips import takes_grid
 from hpcllm.collectives.tuning import VALUE_BITS, Coding, Rates, Shape, Tuning
@@ -34,9 +38,10 @@ from hpcllm.config.policies import FEEDBACK
 IN_WINDOWS = ("allreduce", "reduce_scatter", "allgather")
 SUMS = ("allreduce", "reduce_scatter")
 SMALL_BYTES = 64 << 10  # up to here latency decides, and the library's is the lowest
-# up to here the library's blocking call was the fastest on a node, or as fast: MPICH and Open MPI, 2 to 4 ranks on 2
-# cores, private arrays and shared ones
-LIBRARY_BYTES = {"allreduce": 4 << 20, "reduce_scatter": 2 << 20, "allgather": 4 << 20}
+# up to here the library's blocking call was the fastest on a node, or as fast: MPICH and Open MPI on 2 cores, private
+# arrays of 2 ranks, of 3 and 4, and shared ones of 2
+LIBRARY_BYTES = {"allreduce": 2 << 20, "reduce_scatter": 2 << 20, "allgather": 4 << 20}
+LIBRARY_BYTES_CROWDED = {"allreduce": 4 << 20, "reduce_scatter": 2 << 20, "allgather": 4 << 20}
 LIBRARY_BYTES_SHARED = {"allreduce": 256 << 10, "reduce_scatter": 512 << 10, "allgather": 1 << 20}
 CODEC_BYTES = 256 << 10  # between nodes a codec is taken from here: of less, messages and turns of the codec decide
 LONG_CHUNK_BYTES = 32 << 10  # a ring sends 2 (ranks - 1) chunks one after another: worth it from here
@@ -86,12 +91,13 @@ class Choice:
 def by_rule(operation: str, x: Values, shape: Shape, may_block: bool, has_shared: bool = False) -> str:
     """The algorithm for x over ranks that lie on nodes as shape says.
 
-    may_block: true if waits have no limit. has_shared: true if the ranks have arrays in memory that they share. Whether
-    x is one of them is known on its own rank only, and all have to choose alike.
+    may_block: true if the library's call may block. has_shared: true if the ranks have arrays in memory that they
+    share. Whether x is one of them is known on its own rank only, and all have to choose alike.
     """
     if x.raw and shape.nodes == 1 and operation in IN_WINDOWS and x.on_cpu:
         may_use_library = operation not in SUMS or x.full
-        most_bytes = (LIBRARY_BYTES_SHARED if has_shared else LIBRARY_BYTES)[operation]
+        private = LIBRARY_BYTES_CROWDED if shape.crowded else LIBRARY_BYTES
+        most_bytes = (LIBRARY_BYTES_SHARED if has_shared else private)[operation]
         is_faster = may_block and x.size_bytes <= most_bytes
         return "native" if may_use_library and is_faster else "node_window"
     if operation == "allreduce":
@@ -109,13 +115,28 @@ def by_rule(operation: str, x: Values, shape: Shape, may_block: bool, has_shared
     return "bruck" if x.small else "ring"
 
 
-def codec_by_rule(x: Values, shape: Shape) -> str:
-    """The codec for x where no rates were measured: the one that was asked for, but between nodes raw for little.
+def codec_by_rule(operation: str, x: Values, shape: Shape, wire_gb_s: float | None) -> str:
+    """The codec for x where no rates were measured: the one that was asked for, but raw where that is faster.
 
-    Inside a node it is what was asked for at any size, although raw is faster there: a policy would do nothing on one
-    machine, where it is tried out.
+    wire_gb_s: each way of a node; None: not known. Inside a node it is what was asked for at any size, although raw is
+    faster there: a policy would do nothing on one machine, where it is tried out. On a device it is from CODEC_BYTES
+    up: its codecs are many times as fast as a core's.
     """
-    return "raw" if shape.nodes > 1 and x.size_bytes < CODEC_BYTES else x.codec
+    if x.raw or shape.nodes == 1:
+        return x.codec
+    if x.size_bytes < CODEC_BYTES:
+        return "raw"
+    if not x.on_cpu:
+        return x.codec
+    rates = assumed_rates(x.codec, x.dtype, wire_gb_s)
+    plain_s, coded_s = (_by_rule_s(operation, each, shape, rates) for each in (replace(x, codec="raw"), x))
+    return "raw" if plain_s < LEAST_GAIN * coded_s else x.codec
+
+
+def _by_rule_s(operation: str, x: Values, shape: Shape, rates: Rates) -> float:
+    """Seconds of the algorithm that the rule takes between nodes."""
+    algorithm = by_rule(operation, x, shape, may_block=True)
+    return cost_s(operation, algorithm, x.size_bytes, rates.codings[x.codec, x.dtype], shape, rates)
 
 
 def _allreduce(x: Values, shape: Shape) -> str:
@@ -177,19 +198,28 @@ def choose(operation: str, size_bytes: int, codec: str, dtype: str, shape: Shape
     return Choice(coded, codec, coded_s, f"{codec}: {_times(plain_s, coded_s)}")
 
 
-def link_codec(name: str, n: int, same_node: bool, tuning: Tuning | None, dtype: str = "float32") -> str:
-    """The codec to send n values with to one rank: `name`, or "raw" if the codec does not win by 5 %.
+def link_codec(
+    name: str,
+    n: int,
+    same_node: bool,
+    tuning: Tuning | None,
+    dtype: str = "float32",
+    wire_gb_s: float | None = None,
+) -> str:
+    """The codec to send n values with from a CPU to one rank: `name`, or "raw" if the codec does not win by 5 %.
 
-    Without tuning, `name`; with it, a codec that was not measured is not used. Both ends find the same: it is
-    arithmetic alone.
+    Without tuning as codec_by_rule has it, for the same wire_gb_s; with it, a codec that was not measured is not used.
+    Both ends find the same: it is arithmetic alone.
     """
-    if tuning is None or name == "raw":
+    size_bytes = n * VALUE_BITS[dtype] // 8
+    if name == "raw" or (tuning is None and same_node):
         return name
-    rates = tuning.rates
+    if tuning is None and size_bytes < CODEC_BYTES:
+        return "raw"
+    rates = tuning.rates if tuning else assumed_rates(name, dtype, wire_gb_s)
     raw, coding = find_coding("raw", dtype, rates), find_coding(name, dtype, rates)
     if raw is None or coding is None:
         return "raw"
-    size_bytes = n * VALUE_BITS[dtype] // 8
     plain_s, coded_s = (message_cost_s(size_bytes, each, same_node, rates) for each in (raw, coding))
     return "raw" if plain_s < LEAST_GAIN * coded_s else name
 

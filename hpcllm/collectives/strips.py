@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from hpcllm.mpi.partition import chunk_range, piece_range, segment_range, whole_blocks
 
 SEGMENT_VALUES = 1 << 17  # a part: long enough for a wire, short enough for a cache and for the ends of the pipeline
-DEVICE_SEGMENT_VALUES = 1 << 19  # to start a kernel takes a device as long as to encode a hundred thousand values
+DEVICE_SEGMENT_VALUES = 1 << 21  # 8 MiB of fp32: 20 us of Python for each, beside 300 us on a wire of 25 GB/s
 TURN_VALUES = 1 << 22  # a strip at most, which bounds the scratch memory
+DEVICE_TURN_VALUES = 1 << 24  # whole segments for the 8 devices of a node
 LEAST_VALUES = 1 << 12  # a part: 4 KiB as int8, which a fast link takes as long for as a core to start a message
 PIECE_VALUES = 32  # whole cache lines of any dtype: two ranks never write one
 STREAMED = 8  # strips: an eighth of the work inside a node stands alone, and its ranks meet for each of them
@@ -38,9 +39,14 @@ GRID_RANKS = 64  # from here a grid's fewer messages are worth its one more codi
 
 def strip_values(n: int, owners: int, block: int, on_cpu: bool = True) -> int:
     """Return the length of the strips of n values, a multiple of block."""
-    most = SEGMENT_VALUES if on_cpu else DEVICE_SEGMENT_VALUES
+    part, turn = most_values(on_cpu)
     whole = -(-n // block) * block
-    return max(block, min(whole, whole_blocks(min(most * owners, TURN_VALUES), block)))
+    return max(block, min(whole, whole_blocks(min(part * owners, turn), block)))
+
+
+def most_values(on_cpu: bool) -> tuple[int, int]:
+    """Return the most values of a part and of a strip."""
+    return (SEGMENT_VALUES, TURN_VALUES) if on_cpu else (DEVICE_SEGMENT_VALUES, DEVICE_TURN_VALUES)
 
 
 def lane_pieces(n: int, nodes: int, block: int, capacity: int) -> tuple[int, int]:

@@ -92,6 +92,7 @@ class Shape:
     ranks: int
     nodes: int = 1
     lanes: int = 1  # places that every node has a rank for
+    crowded: bool = False  # on some node ranks outnumber the hardware threads that they may run on
 
     @property
     def node_ranks(self) -> int:

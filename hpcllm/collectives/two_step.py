@@ -37,6 +37,7 @@ from hpcllm.collectives.legs import LAG, Addends, Sums, Team, Work
 from hpcllm.mpi.partition import chunk_range, segment_range, whole_blocks
 
 DEPTH = 2 * LAG  # turns from the first addends of a strip to its last sum
+UNDER_WAY_BYTES = 4 << 20  # of a reduce-scatter: a thread beside one that computes may not run for some milliseconds
 
 
 def two_step_allreduce(x: torch.Tensor, group: Group, codec: Codec) -> None:
@@ -76,18 +77,21 @@ def two_step_reduce_scatter(
     """
     n, size = x.numel(), group.size
     longest = max(end - start for start, end in chunks) if chunks else -(-n // size)
-    most = strips.SEGMENT_VALUES if x.is_cpu else strips.DEVICE_SEGMENT_VALUES
-    length = whole_blocks(min(most, strips.TURN_VALUES // size, longest), codec.block)
+    most, turn = strips.most_values(x.is_cpu)
+    length = whole_blocks(min(most, turn // size, longest), codec.block)
     work = Work(x, codec, _everybody(group), _Chunks(n, size, length, chunks), -(-longest // length), length, size)
     if not work.strips:
         return
-    addends = Addends(work)
-    for turn in range(work.strips + LAG):
+    lag = max(LAG, UNDER_WAY_BYTES // (size * work.slot_bytes))
+    addends = Addends(work, lag)
+    for turn in range(work.strips + lag):
         addends.send(turn)
-        done = turn - LAG
+        done = turn - lag
         if 0 <= done < work.strips:
             first, end = segment_range(0, out.numel(), length, done)
-            addends.add_up(done, out[first:end])
+            total = addends.add_up(done, out[first:end])
+            if total.data_ptr() != out[first:end].data_ptr():
+                out[first:end].copy_(total)
     addends.sent.wait_all()
 
 

@@ -34,6 +34,7 @@ from mpi4py import MPI
 T = TypeVar("T")
 CPU = torch.device("cpu")
 GRADIENTS = "gradients"  # the default lane
+HIGH_PRIORITY = -1  # others wait for what a lane computes, which is little, so it goes before the caller's kernels
 _streams: dict[tuple[str, torch.device], torch.Stream] = {}  # by lane
 
 
@@ -144,7 +145,7 @@ class Crossing:
         """Run the job in the lane's thread, on the lane's stream."""
         torch.accelerator.set_device_index(self.device)  # a new thread starts with device 0
         key = self.lane, self.device
-        stream = _streams.get(key) or _streams.setdefault(key, torch.Stream(self.device))
+        stream = _streams.get(key) or _streams.setdefault(key, torch.Stream(self.device, priority=HIGH_PRIORITY))
         self._before.wait(stream)
         with stream:
             try:

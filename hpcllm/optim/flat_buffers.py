@@ -19,7 +19,6 @@ Pure: imports neither torch nor mpi4py.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -90,7 +89,9 @@ class Piece:
 def lay_out(sizes: Mapping[str, int], traits: Callable[[str], Traits], buffer_values: float) -> list[FlatBuffer]:
     """Buffers of about so many values, in the order in which the backward pass completes them; the shared one last.
 
-    sizes: name -> elements, in forward order. A buffer ends with the parameter that reaches buffer_values.
+    sizes: name -> elements, in forward order. A buffer ends with the parameter that reaches buffer_values. The first
+    and the last of a kind have about a quarter of that: then the first sum begins early, and the last one, beside which
+    nothing is computed, is short. Not those of a unit (ZeRO-3), which are summed and gathered at once.
     """
     kinds: dict[Traits, dict[str, int]] = {}
     place = {name: number for number, name in enumerate(reversed(list(sizes)))}
@@ -102,11 +103,13 @@ def lay_out(sizes: Mapping[str, int], traits: Callable[[str], Traits], buffer_va
 
 def _cut(traits: Traits, sizes: Mapping[str, int], buffer_values: float) -> list[FlatBuffer]:
     groups: list[list[str]] = []
-    filled = math.inf
+    filled, left, short = 0, sum(sizes.values()), buffer_values if traits.unit else buffer_values / 4
     for name, size in sizes.items():
-        if filled >= buffer_values:
+        is_full = filled >= (short if len(groups) == 1 else buffer_values)
+        if not groups or is_full or (filled >= short and left <= short):
             groups.append([])
             filled = 0
         groups[-1].append(name)
         filled += size
+        left -= size
     return [FlatBuffer(tuple(names), tuple(sizes[name] for name in names), traits) for names in groups]

@@ -74,7 +74,10 @@ class GradientReduce:
                     allreduce(x, group, codec, self.algorithm)
 
     def reduce_scatter(self, x: torch.Tensor, share: torch.Tensor, step: ReduceStep) -> None:
-        """x (n,) float32 -> share: this replica's chunk_range of the sum over replicas. Collective over them."""
+        """x (n,) float32 -> share: this replica's chunk_range of the sum over replicas. Collective over them.
+
+        share may be that chunk of x: what the sum is made of is read for the last time where it is written.
+        """
         if self.replicas.size == 1:
             share.copy_(x)
             return
@@ -137,6 +140,11 @@ class GradientReduce:
 def squares(arrays: Sequence[Tensor], like: Tensor) -> Tensor:
     """Sum of all squares, () float64 on the device of `like`, where the arrays are: a few kernels, and no wait."""
     values = [x for x in arrays if x.numel()]
-    if not values:
+    return add_squares(torch._foreach_norm(values) if values else [], like)
+
+
+def add_squares(norms: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Sum of the squares of norms, each () on the device of `like`; () float64."""
+    if not norms:
         return like.new_zeros((), dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(values)).double().square().sum()
+    return torch.stack(list(norms)).double().square().sum()

@@ -31,7 +31,7 @@ from hpcllm.collectives.wire import Wire
 from hpcllm.collectives.worker import Worker
 from hpcllm.config.schema import Config, OptimizerConfig, traffic_codecs
 from hpcllm.errors import UserError
-from hpcllm.model.tensor_parallel import TensorParallel
+from hpcllm.model.tensor_parallel import TensorParallel, has_partial_gradient
 from hpcllm.mpi.mesh import Mesh
 from hpcllm.mpi.wait import Waits
 from hpcllm.mpi.watchdog import Watchdog
@@ -129,14 +129,15 @@ def make_optimization(
 ) -> Optimization:
     """Gradients and optimizer of one rank as the run file's shard level says. Collective over the mesh.
 
-    parameters: of this rank, in forward order, without values: `fill` writes those where the shard level puts them.
+    parameters: those of this rank that are trained, in forward order, without values: `fill` writes those where the
+    shard level puts them.
     additions, shared: see make_shard_specs.
     """
     shard, codec = config.optimizer.shard, traffic_codecs(config.communication)["parameters"]
     device = next(iter(parameters.values())).device
     wires = {kind: Wire(Waits(config.limits.stall_s, observer=watchdog)) for kind in KINDS}
     # sums over tp have messages of their own: the layers' travel at the same time, from another thread
-    over_tp = make_group(mesh.tp) if tp.sequence else None
+    over_tp = make_group(mesh.tp) if any(has_partial_gradient(name, tp) for name in parameters) else None
     groups = Groups(group_of(mesh.dp), group_of(mesh.ends), over_tp)
     gathering = make_group(mesh.dp) if shard != "none" else None
     for group in (groups.replicas, groups.ends, over_tp, gathering):

@@ -54,6 +54,7 @@ class ShardSpec:
     counts: bool  # in the norm; else another rank has the same gradients and counts them
     additions: int  # made to the gradients in a step, of all parameters together
     late: bool = False  # the sum comes in two halves, see above
+    passes: int = 1  # backward passes of a step, each of which makes as large a part of the additions
 
     @property
     def owned(self) -> int:
@@ -107,6 +108,7 @@ def make_shard_specs(
 
     sizes = {name: p.numel() for name, p in parameters.items()}
     late = _sums_late(config, codec, groups.replicas)
+    passes = min(additions.values())
     specs = []
     for number, buffer in enumerate(lay_out(sizes, traits, communication.bucket_mib * 2**20 / 4)):
         kind, replicas, sharded = buffer.traits, groups.replicas, config.optimizer.shard != "none"
@@ -117,7 +119,7 @@ def make_shard_specs(
         is_first = (sharded or late or replicas.rank == 0) and (tp.rank == 0 or not kind.whole)
         counts = is_first and (groups.ends.rank == 0 or not kind.shared)
         added = sum(additions[name] for name in buffer.names)
-        specs.append(ShardSpec(buffer, sharded, start, end, reduce, counts, added, late))
+        specs.append(ShardSpec(buffer, sharded, start, end, reduce, counts, added, late, passes))
     return specs
 
 

@@ -6,7 +6,7 @@ the next forward pass comes to it, and the wire carries the sums of the next buf
     wire       [ sums of e ][ sums of b0, b1 ][ sums of b2, b3 ]
     forward                 update, e         update, b0, b1    update, b2, b3, head
 
-Every replica has them whole, and updates its share of each buffer:
+With sharded states each replica updates its share of each buffer:
 
     update     each owner: own range            behind the next forward pass, in its order:
     lossless   [ new | old | old ]  --all-gather of weights-->      [ new | new | new ]
@@ -25,6 +25,12 @@ Autograd keeps views of the weights from the forward to the backward pass. So a 
 tensor, but its memory is freed and taken again: the storage is resized to nothing and to its size. Embeddings, final
 norm and head, the unit "ends", stay from their first use in a step to its update; the last block stays at the turn from
 forward to backward, the first one from a backward pass to the next microbatch.
+
+Where MPI reads a device's memory it keeps a handle of every address it has seen, and one of memory that was freed and
+taken again is stale. So weights that travel raw land in memory of their own, as long as the largest buffer, and are
+copied from there; coded ones are decoded from message memory anyway.
+
+    raw, MPI reads the device     shard --messages--> landing --copy--> array     always the same landing
 
 A lossy codec codes the weights themselves there: nobody has the old ones to add a difference to. The owner's are exact,
 so errors do not add up. Sources: arXiv:1910.02054 section 5.3; coded weights: arXiv:2306.10209 section 3.1.
@@ -45,6 +51,7 @@ from hpcllm.codecs import find_codec
 from hpcllm.collectives import Group, allgather
 from hpcllm.collectives.worker import Worker
 from hpcllm.model.shapes import ENDS, UnshardHooks, unit_of
+from hpcllm.mpi.message_memory import mpi_reads_devices
 from hpcllm.optim.flat_buffers import Range
 from hpcllm.optim.shard_spec import Fill, ShardSpec
 
@@ -77,8 +84,8 @@ class Weights(UnshardHooks):
         """Make use of an update of what this rank owns, in master (owned,) float32, or in place if that is None."""
         if master is not None:
             spec = self.specs[number]
-            for name, values in zip(spec.buffer.names, spec.views(master), strict=True):
-                self.parameters[name].detach().view(-1).copy_(values)
+            weights = [self.parameters[name].detach().view(-1) for name in spec.buffer.names]
+            torch._foreach_copy_(weights, spec.views(master))  # a launch or two on a device, not one a parameter
 
     def settle(self) -> None:
         """Return when no gather is under way. Raises what a gather raised."""
@@ -115,7 +122,7 @@ class LateWeights(Weights):
             self._finish(number)
 
     def before_unit(self, unit: str, x: Tensor) -> Tensor:
-        for number in [number for number in self._late if number in self._numbers[unit]]:
+        for number in [number for number in self._late if number in self._numbers.get(unit, ())]:
             self._finish(number)
         return x
 
@@ -225,6 +232,7 @@ class Zero3Weights(Weights):
         self._members = {unit: [n for n, of in enumerate(units) if of == unit] for unit in units}
         self._order = [unit for unit in reversed(self._members) if unit != ENDS]  # blocks, in forward order
         self._gathered: dict[str, list[Future[None]]] = {}
+        self._landing = self.shards[0].new_empty(0)  # the worker's; taken when it is first needed
 
     def owned(self, number: int, part: Range) -> Tensor:
         start = part.place - self.specs[number].start
@@ -276,17 +284,18 @@ class Zero3Weights(Weights):
     def gather(self, unit: str) -> None:
         """Start to gather a unit, unless it is gathered or being gathered."""
         if unit not in self._gathered:
-            for number in self._members[unit]:
+            numbers = self._members.get(unit, [])  # none of a unit that is frozen
+            for number in numbers:
                 array = self.arrays[number]
                 array.untyped_storage().resize_(array.nbytes)
-            jobs = [partial(self._allgather, number, self.exact) for number in self._members[unit]]
+            jobs = [partial(self._allgather, number, self.exact) for number in numbers]
             self._gathered[unit] = [self.worker.submit(job) for job in jobs]
 
     def free(self, unit: str) -> None:
         """Give back the memory of a unit, if it is gathered."""
         if unit in self._gathered:
             self._wait(self._gathered.pop(unit))
-            for number in self._members[unit]:
+            for number in self._members.get(unit, []):
                 self.arrays[number].untyped_storage().resize_(0)
 
     def _place(self, unit: str) -> int:
@@ -304,10 +313,16 @@ class Zero3Weights(Weights):
 
     def _allgather(self, number: int, exact: bool) -> None:
         raw = exact or (self._has_lossy_codec and self.specs[number].buffer.traits.exact)
-        array = self.arrays[number]
+        array, codec = self.arrays[number], "raw" if raw else self.codec
         if array.is_cpu:
             array = from_dlpack(array)  # NumPy, which collectives go through there, pins a storage's size
-        allgather(self.shards[number], self.replicas, "raw" if raw else self.codec, out=array)
+        if codec == "raw" and not array.is_cpu and mpi_reads_devices() and self.replicas.size > 1:
+            if not self._landing.numel():
+                self._landing = array.new_empty(max(spec.buffer.size for spec in self.specs))
+            landing = self._landing[: array.numel()]
+            array.copy_(allgather(self.shards[number], self.replicas, codec, out=landing))
+        else:
+            allgather(self.shards[number], self.replicas, codec, out=array)
 
 
 class _BackwardHook(torch.autograd.Function):
