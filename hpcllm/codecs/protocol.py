@@ -5,6 +5,10 @@
 A codec is a value: a name such as "int8:256" bound to the dtype of the arrays that it serves, without state. Fixed rate
 means that n values always take encoded_bytes(n); the others begin with a header that says how long they are, so that a
 receiver can post encoded_bytes(n), the upper bound, before anything is sent.
+
+Machines differ in which NaN a conversion or a product makes: PyTorch on the CPU, CUDA and the kernels of gpu/casts.cu
+have three forms in 16 bits. So the rule for numbers is the same bits on every machine, and for a NaN that it is one.
+Lossless codecs keep its bits. Ranks agree nevertheless: an owner encodes once, and all decode the same bytes.
 """
 
 from __future__ import annotations

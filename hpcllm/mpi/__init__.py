@@ -7,6 +7,6 @@ mesh.py, rank_names.py                  communicators; names of ranks in message
 wait.py, watchdog.py                    every wait has a name and a limit; the report of a job that stands still
 collective_errors.py                    what fails on one rank is raised on all
 buffers.py, message_memory.py           how tensors, also of devices, become messages
-gpu_aware.py                            can MPI read a device's memory?
+gpu_aware.py, gpu_aware_marker.py       can MPI read a device's memory?
 clock_sync.py                           clocks of different nodes, for traces
 """

@@ -6,7 +6,14 @@
                        lives, and the bytes are right     go on
                        dies, hangs, or they are wrong     no: messages go through pinned host memory
                        cannot start MPI by itself         what the library says about itself
-                 2  every rank sends device memory to the next one; all bytes are right    yes
+                 2  every rank sends device memory to the next of its node, and to the rank of its place on the next
+                    node, by every card: small, 64 MiB, from odd addresses; all bytes are right    yes
+
+    node 0   rank 0 -> rank 1 -> rank 0        a library may copy what a rank sends to itself, map the memory of ranks
+               v         v                     of a node (which control groups may forbid), and let cards read it
+    node 1   rank 2 -> rank 3 -> rank 2        between nodes: three paths, and each may fail alone
+
+A library that crashes in 2 takes the job with it, once: see gpu_aware_marker.py.
 
 An MPI that is not GPU-aware takes the address for one of the CPU, and the process dies of SIGSEGV: a flag that says so
 may be missing, wrong, or about another build, so it is tried. The child is started by vfork and exec, never a fork of a
@@ -35,9 +42,13 @@ from mpi4py import MPI
 import hpcllm
 from hpcllm.errors import StallError
 from hpcllm.mpi import buffers
+from hpcllm.mpi.collective_errors import on_root
+from hpcllm.mpi.gpu_aware_marker import Marker
 from hpcllm.mpi.wait import Waits, name_rank
 
-SIZES = (256, 4 << 20)  # bytes: eager; by rendezvous, between processes by mapped memory
+# bytes, and where they begin in their allocation: eager; by rendezvous, between processes by mapped memory; unaligned,
+# as parts of flat buffers are; large, in pieces of a library's own
+CASES = ((256, 0), (4 << 20, 0), ((4 << 20) + 3, 5), (64 << 20, 513))
 STARTED = "started"  # a child prints it once MPI and the device are up: what ends it now says something about both
 TRIAL_LIMIT_S = 120.0  # of a child that reads PyTorch from a slow file system
 EXCHANGE_LIMIT_S = 60.0
@@ -47,6 +58,7 @@ OF_A_JOB = (
     "OMPI_UNIVERSE_", "OMPI_APP_", "OMPI_FILE_", "OMPI_FIRST_", "OMPI_NUM_", "OMPI_MCA_orte_", "OMPI_MCA_ess_",
     "OMPI_MCA_pmix", "MPI_LOCAL",
 )  # fmt: skip
+PERIOD = 251  # of the bytes that are sent: a prime, so that no piece of a power of two looks like its neighbour
 CUDA, LEVEL_ZERO, HIP = range(3)  # MPICH's numbers of what a GPU is programmed by
 _given_up: list[torch.Tensor] = []  # memory of messages that may still be on their way
 
@@ -57,36 +69,67 @@ class DeviceAccess:
 
     direct: bool
     why: str
+    pending: bool = False  # messages of the trial may still be on their way, on some rank
 
 
-def gpu_aware(comm: MPI.Intracomm, device: torch.device, setting: str = "auto") -> DeviceAccess:
+def gpu_aware(
+    comm: MPI.Intracomm, device: torch.device, setting: str = "auto", folder: Path | None = None
+) -> DeviceAccess:
     """Find out if MPI reads memory of this device, on every rank; for message_memory.let_mpi_read_devices.
 
-    device: of this rank. setting: communication.gpu_aware. Collective over comm; takes a second or more. Never raises
-    for what it finds.
+    device: of this rank. setting: communication.gpu_aware. folder: of a run, where a marker lies while ranks try; None:
+    a start that dies of it tells the next one nothing. Collective over comm; takes a second or more. Never raises for
+    what it finds.
     """
     if setting != "auto":
         return DeviceAccess(setting == "yes", f'communication.gpu_aware = "{setting}"')
+    marker = Marker(folder) if folder else None
+    if left := on_root(comm, marker.left_behind) if marker else "":
+        return DeviceAccess(False, left)
     own = comm.Dup()
     node = cast(MPI.Intracomm, own.Split_type(MPI.COMM_TYPE_SHARED, own.rank))
     mine = DeviceAccess(device.type != "cpu", "the values are on the CPU")
-    found = alive = _agreed(own, try_in_child(device) if node.rank == 0 and mine.direct else mine)
-    node.Free()
-    if alive.direct:
-        found = _agreed(own, _try_in_ring(own, device))
-    if found.direct or not alive.direct:  # else messages may still be on their way
+    found = _agreed(own, try_in_child(device) if node.rank == 0 and mine.direct else mine)
+    if found.direct:
+        found = _try_marked(own, node, device, marker)
+    if not found.pending:
+        node.Free()
         own.Free()
+    return found
+
+
+def _try_marked(comm: MPI.Intracomm, node: MPI.Intracomm, device: torch.device, marker: Marker | None) -> DeviceAccess:
+    """Try between ranks, the marker on disk meanwhile, and after it if ranks hang. Collective over comm."""
+    if marker:
+        on_root(comm, marker.begin)
+    found = try_between_ranks(comm, node, device)
+    if marker and comm.rank == 0 and not found.pending:
+        marker.end()
+    return found
+
+
+def try_between_ranks(comm: MPI.Intracomm, node: MPI.Intracomm, device: torch.device) -> DeviceAccess:
+    """Try the ring of a node's ranks, then the rings of ranks that have one place in their nodes.
+
+    node: the ranks of comm that share memory with this one. Collective over comm.
+    """
+    found = _agreed(comm, _try_in_ring(node, device))
+    if found.direct:
+        places = cast(MPI.Intracomm, comm.Split(node.rank, comm.rank))
+        found = _agreed(comm, _try_in_ring(places, device))
+        if not found.pending:
+            places.Free()
     return found
 
 
 def _agreed(comm: MPI.Intracomm, mine: DeviceAccess) -> DeviceAccess:
     """Return the first rank's no, or rank 0's yes if there is no no. Collective over comm; waits asleep."""
     waits = Waits(2 * TRIAL_LIMIT_S)
-    first = np.array([comm.size if mine.direct else comm.rank])
+    first = np.array([comm.size if mine.direct else comm.rank, -int(mine.pending)])
     waits.allreduce(comm, first, lambda: f"{comm.size} ranks to try GPU-aware MPI", MPI.MIN)
     root = int(first[0]) % comm.size
     direct, why = comm.bcast((mine.direct, mine.why) if comm.rank == root else None, root)
-    return DeviceAccess(direct, f"{name_rank(comm, root)}: {why}" if root and not direct else why)
+    return DeviceAccess(direct, f"{name_rank(comm, root)}: {why}" if root and not direct else why, bool(first[1]))
 
 
 def try_in_child(device: torch.device, limit_s: float = TRIAL_LIMIT_S) -> DeviceAccess:
@@ -123,11 +166,8 @@ def _verdict(code: int | None, output: bytes, device: torch.device) -> DeviceAcc
 def _try_in_ring(comm: MPI.Intracomm, device: torch.device) -> DeviceAccess:
     """Send device memory to the next rank and receive that of the one before. Collective over comm."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    for size_bytes in SIZES:
-        sent, landing = (
-            _pattern(size_bytes, comm.rank).to(device),
-            torch.zeros(size_bytes, dtype=torch.uint8).to(device),
-        )
+    for size_bytes, offset in CASES:
+        sent, landing = _pair(size_bytes, offset, comm.rank, device)
         torch.accelerator.synchronize(device)
         try:
             requests = buffers.irecv(comm, landing, left, 0) + buffers.isend(comm, sent, right, 0)
@@ -135,7 +175,7 @@ def _try_in_ring(comm: MPI.Intracomm, device: torch.device) -> DeviceAccess:
         except StallError:
             _given_up.extend((sent, landing))
             return DeviceAccess(
-                False, f"device memory from {name_rank(comm, left)} did not come in {EXCHANGE_LIMIT_S:g} s"
+                False, f"device memory from {name_rank(comm, left)} did not come in {EXCHANGE_LIMIT_S:g} s", True
             )
         except MPI.Exception as error:
             return DeviceAccess(False, f"MPI did not take device memory: {error.Get_error_string()}")
@@ -196,14 +236,22 @@ def mpi_libraries() -> list[str]:
 
 def _pattern(size_bytes: int, seed: int) -> torch.Tensor:
     """Return (size_bytes,) uint8 on the CPU, different for each seed."""
-    return ((torch.arange(size_bytes) * 7 + 31 * seed + 1) % 251).to(torch.uint8)
+    period = ((torch.arange(PERIOD) * 7 + 31 * seed + 1) % PERIOD).to(torch.uint8)
+    return period.repeat(-(-size_bytes // PERIOD))[:size_bytes]
+
+
+def _pair(size_bytes: int, offset: int, seed: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (size_bytes,) uint8 on the device twice, the pattern and zeros, `offset` behind an allocation's start."""
+    sent, landing = (torch.zeros(offset + size_bytes, dtype=torch.uint8).to(device)[offset:] for _ in range(2))
+    sent.copy_(_pattern(size_bytes, seed))
+    return sent, landing
 
 
 def _send_to_oneself(device: torch.device) -> int:
     """Send memory of the device to this process itself, perhaps to die of it; return the exit code. A child's work."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     torch.accelerator.set_device_index(device)
-    pairs = [(_pattern(size, 0).to(device), torch.zeros(size, dtype=torch.uint8).to(device)) for size in SIZES]
+    pairs = [_pair(size_bytes, offset, 0, device) for size_bytes, offset in CASES]
     torch.accelerator.synchronize(device)
     print(STARTED, flush=True)
     for data, landing in pairs:

@@ -10,7 +10,7 @@ MPI knows no streams, and a stream knows no MPI. So whatever is queued on the st
 followed by an event (StreamEvents), and a message that reads or fills the piece starts when the event has passed. A
 piece without an event may be anything that earlier work left behind: then all earlier work is waited for. In one step
 of an algorithm many encodings are queued before the first of them is waited for, so the copy of one runs while another
-is on the wire.
+is on the wire. The pipeline waits for no event: it asks (is_ready), and starts the message when the answer is yes.
 
 Named memory grows and never shrinks: pinning takes long, and a GPU-aware MPI that maps a device's memory into other
 processes may keep the handle of every address that it has ever seen (OLCF, "Frontier User Guide", on
@@ -55,6 +55,7 @@ class MessageMemory:
 
     def __init__(self) -> None:
         self._named: dict[str, torch.Tensor] = {}
+        self.settle: Callable[[torch.Event], None] = torch.Event.synchronize  # how the host waits for a device
 
     def scratch(self, name: str, size_bytes: int) -> torch.Tensor:
         """Return (size_bytes,) uint8 for MPI, 64-byte aligned, valid until the next call with the name."""
@@ -78,6 +79,10 @@ class MessageMemory:
 
     def before_receive(self, data: torch.Tensor) -> None:
         """Return when the stream is done with this message memory, so that MPI may fill it."""
+
+    def is_ready(self, data: torch.Tensor) -> bool:  # noqa: ARG002
+        """Return true once the stream is done with this message memory, so that MPI may use it; never waits."""
+        return True
 
     def record(self, data: torch.Tensor) -> None:
         """Note that all that the stream has to do with this message memory is queued by now."""
@@ -122,13 +127,17 @@ class DeviceMemory(MessageMemory):
         return codec if self.direct and isinstance(codec, Raw) else StagedCodec(codec, self)
 
     def before_send(self, data: torch.Tensor) -> None:
-        self.events.wait(data)
+        self.events.wait(data, self.settle)
 
     def before_receive(self, data: torch.Tensor) -> None:
-        self.events.wait(data)
-        start, end = span(data)
-        if self.echo and start <= self.echo[0] < end:
-            self.echo = None
+        self.events.wait(data, self.settle)
+        self._forget_echo(data)
+
+    def is_ready(self, data: torch.Tensor) -> bool:
+        if not self.events.have_passed(data):
+            return False
+        self._forget_echo(data)
+        return True
 
     def record(self, data: torch.Tensor) -> None:
         self.events.record(data)
@@ -140,6 +149,12 @@ class DeviceMemory(MessageMemory):
         self.events.clear()
         self.echo = None
         self._last.record(torch.accelerator.current_stream(self.device))
+
+    def _forget_echo(self, data: torch.Tensor) -> None:
+        """Forget what went to this memory, which a message may fill from now on."""
+        start, end = span(data)
+        if self.echo and start <= self.echo[0] < end:
+            self.echo = None
 
     def _on_device(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
@@ -246,8 +261,8 @@ class StreamEvents:
     memory    0 ....[####].......[########]......   pieces that do not overlap; one that is recorded again, or across
                     event         event             several, takes the younger event for all of it
 
-    record after work on a piece was queued; wait before MPI, which knows no streams, uses it. Not for two threads at
-    once.
+    record after work on a piece was queued; wait, or ask, before MPI, which knows no streams, uses it. Not for two
+    threads at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -267,20 +282,42 @@ class StreamEvents:
             start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
         self._replace(first, last, [start], [end], [self._recorded()])
 
-    def wait(self, data: torch.Tensor) -> None:
-        """Return when the stream is done with `data`; where that is not known, with all that is queued so far."""
+    def wait(self, data: torch.Tensor, settle: Callable[[torch.Event], None] = torch.Event.synchronize) -> None:
+        """Return when the stream is done with `data`; where that is not known, with all that is queued so far.
+
+        settle: returns when an event has passed.
+        """
         start, end = span(data)
         first, last = self._overlapping(start, end)
         for place in range(first, last):
             event = self._events[place]
             if event is not None:
-                event.synchronize()
+                settle(event)
                 self._spare.append(event)
                 self._events[place] = None
         if first == last and start < end:
             event = self._recorded()
-            event.synchronize()
+            settle(event)
             self._spare.append(event)
+
+    def have_passed(self, data: torch.Tensor) -> bool:
+        """Return true once the stream is done with `data`; where that is not known, with all queued at the first call.
+
+        Never waits.
+        """
+        start, end = span(data)
+        first, last = self._overlapping(start, end)
+        if first == last and start < end:
+            self.record(data)
+            first, last = self._overlapping(start, end)
+        for place in range(first, last):
+            event = self._events[place]
+            if event is not None:
+                if not event.query():
+                    return False
+                self._spare.append(event)
+                self._events[place] = None
+        return True
 
     def clear(self) -> None:
         """Forget all pieces."""

@@ -1,12 +1,16 @@
-"""Watch over calls of MPI that do not return, from a thread that makes none.
+"""Watch over calls of MPI that do not return, from a thread of its own.
 
     thread        main: comm.bcast(x)   the same call   the same call ...   past the limit: says which, ends the job
     looks at          |                    |                |                    |
     all stacks   -----o--------------------o----------------o--------------------o-----> time, LOOKS times in a limit
 
-Polite waits (wait.py) have names and limits of their own. This is for what they cannot see: a bare blocking collective,
-and a call that ought to return at once and hangs inside the library, as when a peer's link is gone. The limit is WORK
-times the job's, for what a bare collective waits for may be a rank that reads or writes.
+Polite waits (wait.py) have names and limits of their own. A short call that blocks under such a limit stands in
+job_waits.calls: for it this thread says to the watchdog what the wait would say itself, asks and answers, and ends the
+job. That takes MPI_THREAD_MULTIPLE; with less all waits are polite ones.
+
+The stacks are for what neither sees, without a call of MPI: a bare blocking collective, and a call that ought to return
+at once and hangs inside the library, as when a peer's link is gone. The limit is WORK times the job's, for what a bare
+collective waits for may be a rank that reads or writes.
 
 The call is found in the source, by the place at which the innermost frame of a thread stands: it counts if the name
 that is called there is one of MPI's. So a long computation, or a kernel that is compiled, is never taken for one. A
@@ -29,11 +33,12 @@ from types import CodeType, FrameType
 
 from mpi4py import MPI
 
+from hpcllm.errors import StallError
 from hpcllm.mpi import meeting_comm
-from hpcllm.mpi.wait import WORK, JobWaits
+from hpcllm.mpi.wait import REPORT_EVERY_S, WORK, JobWaits
 
 LOOKS = 20  # at a call before it counts: a loop that happens to stand at the same place is not that regular
-LONGEST_NAP_S = 5.0
+LONGEST_NAP_S = 0.5  # a rank that is asked has watchdog.GRACE_S to answer
 MARGIN_S = 5.0  # for the ranks that wait politely, who can say more
 TURN_S = 1.5  # from rank to rank, up to the third: one of those that hang says it
 PACKAGE = str(Path(__file__).parents[1])
@@ -107,6 +112,19 @@ def call_of(frame: FrameType) -> str:
     return source if called and called[1] in mpi_names() else ""
 
 
+def report_calls(job: JobWaits, now_s: float) -> str:
+    """Tell the watchdog of the calls in which threads have blocked for long; why the job ends, or "". A look each."""
+    for call in list(job.calls.values()):
+        waited_s = now_s - call.start_s
+        try:
+            if waited_s > REPORT_EVERY_S:
+                call.waits.report(call.what, waited_s)
+        except StallError as error:
+            observer = call.waits.observer
+            return (observer and observer.verdict()) or str(error)
+    return ""
+
+
 def watch_calls(job: JobWaits, rank: int, end: Callable[[str], None]) -> None:
     """Start the thread that watches this process's calls; a second start does nothing. end: ends the job, in words."""
     name = "hpcllm-stuck-calls"
@@ -118,7 +136,8 @@ def watch_calls(job: JobWaits, rank: int, end: Callable[[str], None]) -> None:
         while not found:
             limit_s = WORK * job.limit_s + MARGIN_S + min(rank, 2) * TURN_S
             time.sleep(min(limit_s / (2 * LOOKS), LONGEST_NAP_S))
-            found = calls.look(limit_s, time.monotonic())
+            found = report_calls(job, time.perf_counter()) or calls.look(limit_s, time.monotonic())
         end(found)
 
+    job.guarded = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
     threading.Thread(target=watch, name=name, daemon=True).start()

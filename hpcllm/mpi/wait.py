@@ -4,21 +4,26 @@
         |  not yet: yield at first, then sleep a little longer each time; now and then tell the watchdog (watchdog.py)
         `- past the limit ---> StallError: "rank 3: waited 600 s for activation of microbatch 2 from stage 0 (rank 1)"
 
+    a short call, nothing computes beside it --- noted in job_waits.calls, then MPI's own ---> return
+        `- meanwhile the thread of stuck_calls.py tells the watchdog of it, and past the limit ends the job
+
 What is awaited is named in words, the awaited ranks among them as `rank 1` or `ranks 0-6 by 2`: see rank_names.py.
 
 MPI's own blocking waits spin. On a node with more ranks than cores a spinning rank takes the time that its peer needs
 to answer, and inside one process it would hold up the thread that computes; so every wait of a training step is here.
+A poll costs little beside a long message, but a call of 5 us takes 15 as a request that is polled.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from mpi4py import MPI
 from numpy.typing import NDArray
@@ -30,7 +35,9 @@ T = TypeVar("T")
 POLLS_BEFORE_SLEEP = 50  # about 50 us of giving way: an answer that is nearly here is not slept past
 SHORTEST_SLEEP_S = 20e-6
 LONGEST_SLEEP_S = 500e-6
+DEVICE_SLEEP_S = 50e-6  # at most, where messages are of a device: a library moves them on only while it is polled
 REPORT_EVERY_S = 0.1  # to the observer: nothing to a wait that is longer, and ordinary ones never get there
+MOST_BLOCKING_BYTES = 4 << 20  # of a call that may block under a limit; at 1 MiB polls may still double its time
 
 
 class WaitObserver(Protocol):
@@ -39,18 +46,52 @@ class WaitObserver(Protocol):
     def report_wait(self, what: Callable[[], str], waited_s: float, is_over: bool) -> None:
         """Note a wait of waited_s so far; is_over: it gives up after this. Raises StallError if the job ends."""
 
+    def verdict(self) -> str:
+        """Return the report on a job that ends, once other ranks have answered; "" if others make it."""
+
 
 @dataclass
 class Waits:
     """Waits of one kind of traffic: their limit, and the seconds they have taken so far.
 
     limit_s: None waits as MPI itself does: for ever, and on a core of its own. observer: receives reports of long
-    waits.
+    waits. foreground: nothing is computed beside these waits, so that short calls may keep the core. The same on all
+    ranks, as a call that blocks does not meet one that is polled. longest_sleep_s: between two polls.
     """
 
     limit_s: float | None
     total_s: float = 0.0
     observer: WaitObserver | None = None
+    foreground: bool = False
+    longest_sleep_s: float = LONGEST_SLEEP_S
+
+    def poll_for(self, device: str) -> None:
+        """Poll as often as messages of values on this type of device need it."""
+        self.longest_sleep_s = LONGEST_SLEEP_S if device == "cpu" else DEVICE_SLEEP_S
+
+    def may_block(self, size_bytes: int) -> bool:
+        """True if MPI's blocking call is to be made for that many bytes: there is no limit, or `block` keeps to it."""
+        if self.limit_s is None:
+            return True
+        return self.foreground and job_waits.guarded and size_bytes <= MOST_BLOCKING_BYTES
+
+    def block(self, what: Callable[[], str], call: Callable[..., object], *arguments: object) -> None:
+        """Make a blocking call of MPI, for which may_block(its bytes) is true. `what()` names it, see `all`.
+
+        Raises StallError where MPI gives up; past the limit the thread of stuck_calls.py ends the job.
+        """
+        if self.limit_s is None:
+            call(*arguments)
+            return
+        thread, start_s = threading.get_ident(), time.perf_counter()
+        job_waits.calls[thread] = BlockingCall(self, what, start_s)
+        try:
+            call(*arguments)
+        except MPI.Exception as error:
+            raise _gave_up(what, error) from error
+        finally:
+            del job_waits.calls[thread]
+            self.total_s += time.perf_counter() - start_s
 
     def all(self, requests: Sequence[MPI.Request], what: Callable[[], str]) -> None:
         """Return when every request is complete. `what()` names the wait, and is called only for a report.
@@ -77,10 +118,7 @@ class Waits:
             finally:
                 self.total_s += time.perf_counter() - start
         except MPI.Exception as error:
-            rank = MPI.COMM_WORLD.rank
-            raise StallError(
-                f"rank {rank}: MPI failed in the wait for {what()}: {error}; a rank or its node may be gone"
-            ) from error
+            raise _gave_up(what, error) from error
 
     def allreduce(
         self, comm: MPI.Intracomm, values: NDArray[Any], what: Callable[[], str], op: MPI.Op = MPI.SUM
@@ -97,16 +135,17 @@ class Waits:
             if polls >= POLLS_BEFORE_SLEEP:
                 waited_s = time.perf_counter() - start
                 if waited_s > min(report_s, self.limit_s or math.inf):
-                    self._report(what, waited_s)
+                    self.report(what, waited_s)
                     report_s = waited_s + REPORT_EVERY_S
-                sleep_s = min(max(2 * sleep_s, SHORTEST_SLEEP_S), LONGEST_SLEEP_S)
+                sleep_s = min(max(2 * sleep_s, SHORTEST_SLEEP_S), self.longest_sleep_s)
             if sleep_s:
                 time.sleep(sleep_s)
             else:
                 os.sched_yield()  # under a microsecond; sleep(0) takes the kernel's timer slack, 50 us and more
             polls += 1
 
-    def _report(self, what: Callable[[], str], waited_s: float) -> None:
+    def report(self, what: Callable[[], str], waited_s: float) -> None:
+        """Tell the observer of a wait that goes on. Raises StallError once it is over, or the job is."""
         limit_s = None if self.limit_s is None else self.limit_s * job_waits.patience
         is_over = limit_s is not None and waited_s > limit_s
         if self.observer:
@@ -118,17 +157,32 @@ class Waits:
             )
 
 
+def _gave_up(what: Callable[[], str], error: MPI.Exception) -> StallError:
+    rank = MPI.COMM_WORLD.rank
+    return StallError(f"rank {rank}: MPI failed in the wait for {what()}: {error}; a rank or its node may be gone")
+
+
+class BlockingCall(NamedTuple):
+    """Call of MPI that a thread is in."""
+
+    waits: Waits
+    what: Callable[[], str]
+    start_s: float  # by time.perf_counter
+
+
 @dataclass
 class JobWaits:
     """Limit of this job's waits on control paths, and who hears of them; set by system/job.py and open_watchdog.
 
     limit_s: for ranks that have nothing long to do before they come. patience: times every limit, of these and all
-    other waits, while ranks compile kernels.
+    other waits, while ranks compile kernels. guarded: a thread looks at `calls`, by thread; see stuck_calls.py.
     """
 
     limit_s: float = 600.0
     patience: float = 1.0
     observer: WaitObserver | None = None
+    guarded: bool = False
+    calls: dict[int, BlockingCall] = field(default_factory=dict)
 
     def waits(self, factor: float = 1.0) -> Waits:
         """Return waits with that many times the limit."""

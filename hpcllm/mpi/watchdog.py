@@ -5,7 +5,8 @@
     rank 2   (stopped)                                               |    GRACE_S, then raise: who waits for whom
     rank 0   waits, and looks now and then for such messages  <------+
 
-Waits call report_wait about ten times a second, from whichever thread they are in; shorter waits never do. Rank 1
+Waits call report_wait about ten times a second, from whichever thread they are in, and for a thread that blocks in MPI
+another does, twice a second (stuck_calls.py); shorter waits never do. Rank 1
 hears the same and speaks DEPUTY_S later, for when rank 0 is the one that is stopped; if both are, each other rank ends
 the job by itself. The messages have a communicator of their own, are a line of text each, and block nobody.
 
@@ -84,6 +85,8 @@ class Watchdog:
     def report_wait(self, what: Callable[[], str], waited_s: float, is_over: bool) -> None:
         """Tell the reporters what is awaited if that took too long or rank 0 asks; see wait.WaitObserver."""
         with self._lock:
+            if self.comm == MPI.COMM_NULL:
+                return  # closed while the guard of blocking calls was about to speak
             self._listen()
             self._stalled |= is_over
             if (self._stalled or self._asked) and threading.get_ident() not in self._told:
@@ -162,7 +165,9 @@ def open_watchdog(world: MPI.Intracomm, describe: Callable[[int], str]) -> Itera
         raise
     finally:
         job_waits.observer = None
-    watchdog.comm.Free()  # not in a `finally`: Free is collective
+    with watchdog._lock:
+        own, watchdog.comm = watchdog.comm, MPI.Intracomm()
+    own.Free()  # not in a `finally`: Free is collective
 
 
 def _processes(world: MPI.Intracomm) -> NDArray[np.bytes_]:

@@ -6,7 +6,7 @@
     W3   weight gradients                    and is freed here
 
 Of an output only its place in the graph is kept, so its memory is free once it was sent. On the last virtual stage the
-output is the loss.
+output is the loss: the first of the sums that a criterion makes of the nats of the targets (model/loss.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ from dataclasses import dataclass, field
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from hpcllm.model.documents import Documents
 from hpcllm.model.linear import DeferredGradients
+from hpcllm.model.loss import Criterion, Total
 from hpcllm.model.transformer import Decoder
 from hpcllm.pipeline.actions import Action, Op
+
+TOTAL = Total()
 
 
 @dataclass
@@ -40,19 +44,32 @@ class Chunk:
     """
 
     decoder: Decoder
-    loss: torch.Tensor = field(init=False)  # () float64 on the decoder's device: a sum, until set to 0
+    sums: torch.Tensor = field(init=False)  # (size of the criterion,) float64 on the decoder's device
     _passes: dict[int, _Kept] = field(default_factory=dict)  # by microbatch, from F to B or I
     _halves: dict[int, DeferredGradients] = field(default_factory=dict)  # from I to W
 
     def __post_init__(self) -> None:
-        self.loss = torch.zeros((), dtype=torch.float64, device=self.decoder.device)
+        self.begin(1)
+
+    def begin(self, sums: int) -> None:
+        """Set so many sums to 0."""
+        self.sums = torch.zeros(sums, dtype=torch.float64, device=self.decoder.device)
 
     @property
     def live(self) -> int:
         """Number of microbatches of which something is kept."""
         return len(self._passes) + len(self._halves)
 
-    def forward(self, m: int, x: torch.Tensor, targets: torch.Tensor, scale: float, split: bool) -> torch.Tensor:
+    def forward(
+        self,
+        m: int,
+        x: torch.Tensor,
+        targets: torch.Tensor,
+        scale: float,
+        split: bool,
+        documents: Documents | None = None,
+        criterion: Criterion = TOTAL,
+    ) -> torch.Tensor:
         """Return hidden states (size, sequence, hidden), or `scale` times the summed loss where the chunk has the head.
 
         x: tokens (size, sequence) int64 where it has the embedding, else hidden states, which must not change before
@@ -61,12 +78,12 @@ class Chunk:
         if not self.decoder.span.has_embedding:
             x = x.detach().requires_grad_(torch.is_grad_enabled())
         deferred = DeferredGradients() if split else None
-        output = self.decoder.hidden_states(x, deferred)
+        output = self.decoder.hidden_states(x, deferred, documents=documents)
         if self.decoder.span.has_head:
-            loss = self.decoder.loss_sum(output, targets, deferred)
+            sums = criterion(self.decoder.nats(output, targets, deferred))
             if self.decoder.tp.rank == 0:  # all tp ranks have the same
-                self.loss += loss.detach()
-            output = loss * scale
+                self.sums += sums.detach()
+            output = sums[0] * scale
         if torch.is_grad_enabled():
             self._passes[m] = _Kept(x, get_gradient_edge(output), deferred)
         detached: torch.Tensor = output.detach()
@@ -90,17 +107,18 @@ class Chunk:
 
 
 def additions(decoders: Sequence[Decoder], actions: Iterable[Action]) -> Counter[str]:
-    """Count how many times these actions add to the gradient of each parameter. decoders: of each chunk of the rank.
+    """Count how many times these actions add to the gradient of each parameter that is trained.
 
-    A backward pass adds once to each, at B, or at I or W. An embedding that is also the head of the same chunk is split
-    like no other: I adds what comes through the input, W what comes through the head, or I both if logits exist in
-    pieces.
+    decoders: of each chunk of the rank. A backward pass adds once to each, at B, or at I or W; twice to an embedding
+    that is also the head of the same chunk: what comes through the head, and what comes through the input.
     """
     work = Counter((action.op, action.chunk) for action in actions)
     counts: Counter[str] = Counter()
     for chunk, decoder in enumerate(decoders):
         passes = work[Op.BACKWARD, chunk] + work[Op.BACKWARD_INPUT, chunk]
-        counts.update({name: passes for name, _ in decoder.named_parameters()})
-        if decoder.model.tied and decoder.span.has_embedding and decoder.span.has_head and not decoder.loss_tokens:
-            counts["embedding.weight"] += work[Op.BACKWARD_WEIGHT, chunk]
+        trained = {name for name, parameter in decoder.named_parameters() if parameter.requires_grad}
+        counts.update(dict.fromkeys(trained, passes))
+        is_both = decoder.model.tied and decoder.span.has_embedding and decoder.span.has_head
+        if is_both and "embedding.weight" in trained:
+            counts["embedding.weight"] += passes
     return counts

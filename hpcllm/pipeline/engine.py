@@ -12,12 +12,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import torch
 
+from hpcllm.model.documents import Documents
+from hpcllm.model.loss import Criterion
 from hpcllm.pipeline.actions import Action, Op, other_end
-from hpcllm.pipeline.chunk import Chunk
+from hpcllm.pipeline.chunk import TOTAL, Chunk
 from hpcllm.pipeline.link import Link
 from hpcllm.pipeline.schedules import Schedule
 from hpcllm.system.device import synchronize
@@ -48,41 +51,63 @@ class Engine:
         for chunk in self.chunks:
             chunk.decoder.exact = exact
 
-    def run(self, schedule: Schedule, inputs: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
+    def run(
+        self,
+        schedule: Schedule,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        scale: float,
+        documents: Sequence[Documents | None] = (),
+        criteria: Sequence[Criterion] = (),
+    ) -> torch.Tensor:
         """Run a checked schedule over inputs and targets (microbatches, size, sequence) int64. Raises StallError.
 
         Gradients of `scale` times the summed loss are added to the parameters' .grad; a target of loss.IGNORED does
-        not count. Collective over the pipeline and its tp ranks. Returns the summed loss, () float64 on the device
-        of the chunks; 0 on all ranks but tp rank 0 of the last stage. Work on a device may still be under way: whoever
-        reads the loss waits for it.
+        not count. documents: of each microbatch, known to every stage without a message; (): rows are whole. criteria:
+        of each microbatch, of one size, which say what the loss is; (): the sum of all targets'.
+        Collective over the pipeline and its tp ranks. Returns the summed loss and figures, (size of the criteria,)
+        float64 on the device of the chunks; 0 on all ranks but tp rank 0 of the last stage. Work on a device may still
+        be under way: whoever reads the loss waits for it.
         """
         actions = schedule.actions[self.link.mesh.pp.rank]
         self._split = frozenset((a.microbatch, a.chunk) for a in actions if a.op is Op.BACKWARD_INPUT)
         self.peak_live = 0
         for chunk in self.chunks:
-            chunk.loss.zero_()
+            chunk.begin(criteria[0].size if criteria else TOTAL.size)
         for action in actions:
+            self.link.advance()
             match action.op:
                 case Op.RECV_FORWARD | Op.RECV_BACKWARD:
                     self.link.receive(action)
                 case Op.SEND_FORWARD | Op.SEND_BACKWARD:
                     self.link.send(action, self._outgoing.pop(action))
                 case Op.FORWARD:
-                    self._forward(action, inputs[action.microbatch], targets[action.microbatch], scale)
+                    m = action.microbatch
+                    inside, criterion = documents[m] if documents else None, criteria[m] if criteria else TOTAL
+                    self._forward(action, inputs[m], targets[m], scale, inside, criterion)
                 case Op.BACKWARD | Op.BACKWARD_INPUT:
                     self._backward(action)
                 case Op.BACKWARD_WEIGHT:
                     self._weights(action)
         self._timed("wait", "sends", self.link.finish)
-        return torch.stack([chunk.loss for chunk in self.chunks]).sum()
+        return torch.stack([chunk.sums for chunk in self.chunks]).sum(0)
 
-    def _forward(self, action: Action, tokens: torch.Tensor, targets: torch.Tensor, scale: float) -> None:
+    def _forward(
+        self,
+        action: Action,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        scale: float,
+        documents: Documents | None,
+        criterion: Criterion,
+    ) -> None:
         m, chunk = action.microbatch, self.chunks[action.chunk]
         is_first, is_last = chunk.decoder.span.has_embedding, chunk.decoder.span.has_head
         receive = Action(Op.RECV_FORWARD, m, action.chunk)
         x = tokens if is_first else self._arrived(receive)
         split = (m, action.chunk) in self._split
-        output = self._timed("compute", str(action), lambda: chunk.forward(m, x, targets, scale, split))
+        work = partial(chunk.forward, m, x, targets, scale, split, documents, criterion)
+        output = self._timed("compute", str(action), work)
         self.peak_live = max(self.peak_live, sum(chunk.live for chunk in self.chunks))
         if not is_last:
             self._pass_on(Action(Op.SEND_FORWARD, m, action.chunk), output)

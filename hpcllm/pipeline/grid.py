@@ -51,17 +51,17 @@ class Grid:
             first, after = self._column(start), self._column(end)
             row += idle[at:first] + self._cells(action, after - first)
             at = after
-        return self._cut(row + idle[at:width])
+        return self._cut(row + idle[at:width], width)
 
     def axis(self, until: float) -> str:
         """Write times above the columns where they are."""
         step, width, row = round_step(MARK_COLUMNS / self.scale), self._column(until), ""
         for k in range(math.ceil(until / step)):
             at, mark = self._column(k * step), f"{k * step:.6g}"
-            if any(at <= edge <= at + len(mark) for edge in self._edges(width)):
+            if any(at <= edge <= at + len(mark) for edge in (*self._edges(width), max(width, self.columns) + 1)):
                 continue  # half a number would be another number
             row = f"{row:<{at}}{mark} "
-        return self._cut(f"{row:<{width}}"[: max(width, len(row.rstrip()))])
+        return self._cut(f"{row:<{width}}"[: max(width, len(row.rstrip()))], width)
 
     def has_room(self, span: Span) -> bool:
         """True if the name of an action and a space fit."""
@@ -79,9 +79,9 @@ class Grid:
         lost = "" if self.named else "; what is shorter may be missing, and no room for microbatch numbers"
         return f"scaled to the width, one column: {_times(1 / self.scale, unit)}{lost}"
 
-    def _cut(self, row: str) -> str:
-        """Cut the middle out of a row that is too long."""
-        edges = self._edges(len(row))
+    def _cut(self, row: str, width: int) -> str:
+        """Cut the middle out of a row if `width` is too much; its last number may be longer than that."""
+        edges = self._edges(width)
         return (row[: edges[0]] + CUT + row[edges[1] :] if edges else row).rstrip()
 
     def _edges(self, width: int) -> tuple[int, ...]:

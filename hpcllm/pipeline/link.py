@@ -11,16 +11,26 @@
 Nothing here waits for another rank but `take` and `finish`: two ranks may send to each other at once. Buffers come from
 a pool and go back to it when their microbatch is done; what is sent is kept until its message has left.
 
-Tensors of a device are sent once the device has made them, so `send` waits for that; their bytes lie where MPI can read
-them (mpi/message_memory.py): raw ones are copied there, and back if that is the host.
+Tensors of a device are sent once the device has made them, and a buffer is received into once the device has read what
+was in it. Nobody waits for either: such a message is held, and `advance` starts it when its event has passed.
+
+    engine   F4 queued, send(SEND_F4)   B2 queued    take(RECV_B3): advance, test, advance, test ...
+    device   ....| F4 .......| B2 ..                       |
+    message                  `- event ------- advance -----'- Isend
+
+The pool hands out the buffer that was given back first, and keeps SPARES more than are in use: the event of the last
+one given back is the end of work that was queued a moment ago. Bytes lie where MPI can read them
+(mpi/message_memory.py): raw ones of a device are copied there, and back if that is the host.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from mpi4py import MPI
@@ -38,18 +48,21 @@ DIRECTION = {op: Op(op[-1]) for op in Op if op.startswith(("RECV", "SEND"))}
 CPU = torch.device("cpu")
 CONTENT = {FORWARD: "activation", BACKWARD: "gradient"}
 Codecs = dict[tuple[Op, int], str]  # direction, rank at the other end -> codec
+SPARES = 2  # buffers of a size that a device has free before one is used again
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message that is on its way."""
+    """A message that is on its way, or held until the device is done with its bytes."""
 
     action: Action  # this rank's RECV or SEND
     peer: int  # the rank of the pipeline at the other end
-    requests: list[MPI.Request]
-    memory: torch.Tensor  # bytes that are sent or received into
+    data: torch.Tensor  # bytes that are sent or received into
+    memory: torch.Tensor  # the buffer in which they lie
     codec: Codec
-    since_s: float = field(default_factory=time.perf_counter)  # when it was started
+    start: Callable[[], list[MPI.Request]]
+    requests: list[MPI.Request] = field(default_factory=list)  # none while it is held
+    since_s: float = field(default_factory=time.perf_counter)  # when it was asked for
 
 
 @dataclass
@@ -71,27 +84,30 @@ class Link:
     sent_bytes: dict[Op, int] = field(default_factory=lambda: dict.fromkeys(CONTENT, 0))
     coming: dict[Action, Message] = field(default_factory=dict)  # by its RECV
     leaving: list[Message] = field(default_factory=list)
+    held: list[Message] = field(default_factory=list)  # of both, those that have not started
     memory: MessageMemory = field(init=False)
     _codecs_by_name: dict[str, Codec] = field(default_factory=dict)
-    # (type of the device, bytes) -> buffers of the pool
-    _free: defaultdict[tuple[str, int], list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    # (type of the device, bytes) -> buffers of the pool, the one first that was given back first
+    _free: defaultdict[tuple[str, int], deque[torch.Tensor]] = field(default_factory=lambda: defaultdict(deque))
 
     def __post_init__(self) -> None:
         self.memory = memory_for(self.device)
+        self.waits.poll_for(self.device.type)
 
     def receive(self, action: Action) -> None:
-        """Start a RECV; `take` hands the tensor out."""
+        """Start a RECV, or hold it; `take` hands the tensor out."""
         peer, _ = self._other_end(action)
         codec = self._codec(action, peer)
         landing = self._message_buffer(codec.encoded_bytes(math.prod(self.shape)))
-        self.memory.before_receive(landing)
-        requests = buffers.irecv(self.mesh.pp, landing, peer, self._tag(action, action.chunk))
-        self.coming[action] = Message(action, peer, requests, landing, codec)
+        start = partial(buffers.irecv, self.mesh.pp, landing, peer, self._tag(action, action.chunk))
+        self.coming[action] = message = Message(action, peer, landing, landing, codec, start)
+        self.held.append(message)
+        self.advance()
 
     def take(self, action: Action) -> torch.Tensor:
         """Wait for a RECV that was started; returns its tensor, to be handed back by `release`. Raises StallError."""
         message = self.coming[action]
-        self.waits.all(message.requests, lambda: self.describe(message))
+        self._wait(message)
         del self.coming[action]  # not before: a message later than the limit must not land in freed memory
         codec, landing = message.codec, message.memory
         if isinstance(codec, Raw):
@@ -107,7 +123,7 @@ class Link:
         self._put_back(buffers.as_bytes(buffer))
 
     def send(self, action: Action, tensor: torch.Tensor) -> None:
-        """Start a SEND; the tensor must not change until its message has left."""
+        """Start a SEND, or hold it; the tensor must not change until its message has left."""
         self._reap()
         peer, receive = self._other_end(action)
         codec = self._codec(action, peer)
@@ -119,16 +135,33 @@ class Link:
             kept = data = self._message_buffer(plain.nbytes)
             data.view(plain.dtype).copy_(plain.view(-1))
             self.memory.record(data)
-        self.memory.before_send(data)
-        requests = buffers.isend(self.mesh.pp, data, peer, self._tag(action, receive.chunk))
-        self.leaving.append(Message(action, peer, requests, kept, codec))
+        start = partial(buffers.isend, self.mesh.pp, data, peer, self._tag(action, receive.chunk))
+        message = Message(action, peer, data, kept, codec, start)
+        self.leaving.append(message)
+        self.held.append(message)
+        self.advance()
         self.plain_bytes[DIRECTION[action.op]] += tensor.nbytes
         self.sent_bytes[DIRECTION[action.op]] += data.nbytes
+
+    def advance(self) -> None:
+        """Start what is held and may start by now; never waits. Called between all actions and in all waits."""
+        if not self.held:
+            return
+        still: list[Message] = []
+        blocked: set[tuple[Op, int]] = set()  # messages of one kind and peer start in order: tags may repeat
+        for message in self.held:
+            way = message.action.op, message.peer
+            if way not in blocked and self.memory.is_ready(message.data):
+                message.requests.extend(message.start())
+            else:
+                blocked.add(way)
+                still.append(message)
+        self.held = still
 
     def finish(self) -> None:
         """Wait until everything sent has left. Raises StallError."""
         for message in self.leaving:
-            self.waits.all(message.requests, lambda message=message: self.describe(message))  # type: ignore[misc]
+            self._wait(message)
         self._reap()
 
     def describe(self, message: Message) -> str:
@@ -146,11 +179,18 @@ class Link:
         """Forget what has left; encoded bytes lie in our own buffers, which are used again."""
         still = []
         for message in self.leaving:
-            if not MPI.Request.Testall(message.requests):
+            if not self._is_over(message):
                 still.append(message)
             elif self._pools_raw or not isinstance(message.codec, Raw):
                 self._put_back(message.memory)
         self.leaving = still
+
+    def _wait(self, message: Message) -> None:
+        self.waits.until(lambda: self._is_over(message), lambda: self.describe(message))
+
+    def _is_over(self, message: Message) -> bool:
+        self.advance()
+        return bool(message.requests) and MPI.Request.Testall(message.requests)
 
     @property
     def _pools_raw(self) -> bool:
@@ -172,12 +212,13 @@ class Link:
     def _message_buffer(self, size_bytes: int) -> torch.Tensor:
         """Take a buffer that MPI can read and write."""
         free = self._free[self.memory.place, size_bytes]
-        return free.pop() if free else self.memory.allocate(size_bytes)
+        spares = 0 if self.device.type == "cpu" else SPARES
+        return free.popleft() if len(free) > spares else self.memory.allocate(size_bytes)
 
     def _value_buffer(self, size_bytes: int) -> torch.Tensor:
         """Take a buffer on the device where this rank computes."""
         free = self._free[self.device.type, size_bytes]
-        return free.pop() if free else torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+        return free.popleft() if free else torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
 
     def _put_back(self, buffer: torch.Tensor) -> None:
         self._free[buffer.device.type, buffer.nbytes].append(buffer)

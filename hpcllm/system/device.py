@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # what leaves a process some of a node's devices: CUDA, ROCm (the runtime, then HIP), Intel's Level Zero
 VISIBILITY = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+# settings of PyTorch's allocator on devices: its new name, and those of CUDA and ROCm
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 # where launchers say a rank's number on its node; mpich: those of HPE's PALS
 LOCAL_RANK_VARIABLES = {
     "slurm": "SLURM_LOCALID",
@@ -73,17 +75,18 @@ class TakenDevice:
     ranks: int  # largest number of ranks that share a device; 1 on CPUs
 
 
-def take_device(requested: str, world: MPI.Intracomm, node: MPI.Intracomm) -> TakenDevice:
+def take_device(requested: str, world: MPI.Intracomm, node: MPI.Intracomm, deterministic: bool = True) -> TakenDevice:
     """Choose the device of each rank of a job. Collective over world; node: the ranks that share memory.
 
-    Raises ConfigError on all ranks, naming some for whom there is no device.
+    deterministic: run.deterministic, the same on all ranks. Raises ConfigError on all ranks, naming some for whom there
+    is no device.
     """
     import torch
     from mpi4py import MPI
 
     device, error = torch.device("cpu"), None
     try:
-        device = choose_device(requested, local_rank(node.rank))
+        device = choose_device(requested, local_rank(node.rank), deterministic)
     except ConfigError as failure:
         error = failure
     raise_if_any_failed(world, error)
@@ -118,10 +121,10 @@ def device_index(requested: str, visible: int, node_rank: int, reason: str) -> i
     return node_rank % visible
 
 
-def choose_device(requested: str, node_rank: int = 0) -> torch.device:
+def choose_device(requested: str, node_rank: int = 0, deterministic: bool = True) -> torch.device:
     """Return the device of this rank, made the current one of this thread; calls set_arithmetic.
 
-    requested: run.device. node_rank: among the ranks of its node. Not collective. Raises ConfigError.
+    requested, deterministic: keys of [run]. node_rank: among the ranks of its node. Not collective. Raises ConfigError.
     """
     import torch
 
@@ -132,7 +135,7 @@ def choose_device(requested: str, node_rank: int = 0) -> torch.device:
     torch.accelerator.set_device_index(index)
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
-    set_arithmetic(kind.type, quiet=node_rank > 0)
+    set_arithmetic(kind.type, deterministic, quiet=node_rank > 0)
     return torch.device(kind.type, index)
 
 
@@ -158,21 +161,23 @@ def no_device_reason(environment: Mapping[str, str]) -> str:
     return f"{seen}{f', with {hidden}' if hidden else ''}; valid: {fix}"
 
 
-def set_arithmetic(kind: str, quiet: bool) -> None:
-    """Set up arithmetic on devices: fp32 is fp32, 16-bit sums are fp32, and the same layout gives the same bits.
+def set_arithmetic(kind: str, deterministic: bool, quiet: bool) -> None:
+    """Set up arithmetic on devices: fp32 is fp32, 16-bit sums are fp32; deterministic: one layout, the same bits.
 
     The last requests from PyTorch kernels whose sums have one order, of attention's backward pass above all, which adds
-    up with atomics otherwise, also where PyTorch is only asked to warn. Embeddings, and scatters into rows of their
-    own, have one order anyway. Of other kinds than CUDA and ROCm nobody knows yet what lacks such a kernel: there
-    PyTorch says so, once; quiet: not here. The process is set, not the device.
+    up with atomics otherwise, also where PyTorch is only asked to warn. Without it PyTorch may take cuDNN's attention,
+    too. Embeddings, and scatters into rows of their own, have one order anyway. Of other kinds than CUDA and ROCm
+    nobody knows yet what lacks such a kernel: there PyTorch says so, once; quiet: not here. The process is set, not the
+    device.
     """
     import torch
 
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is made
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is made
     torch.set_float32_matmul_precision("highest")  # no TF32
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    torch.use_deterministic_algorithms(True, warn_only=kind != "cuda")
+    torch.use_deterministic_algorithms(deterministic, warn_only=kind != "cuda")
     # else every torch.empty would be filled, the largest buffers among them
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if quiet:

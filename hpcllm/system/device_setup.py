@@ -1,8 +1,9 @@
-"""Set-up of a rank's device: which it takes, whether MPI reads its memory, and its peak performance."""
+"""Set-up of a rank's device: which it takes, on which stream, whether MPI reads its memory, its peak performance."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -15,6 +16,8 @@ from hpcllm.mpi.gpu_aware import DeviceAccess, gpu_aware
 from hpcllm.mpi.mesh import Mesh
 from hpcllm.mpi.message_memory import let_mpi_read_devices
 from hpcllm.system.device import DeviceFacts, peak_tflops_of_rank, take_device, torch_dtype
+
+_streams: dict[torch.device, torch.Stream] = {}  # of computation
 
 
 @dataclass(frozen=True)
@@ -39,15 +42,30 @@ class DeviceSetup:
 
 def set_up_device(config: Config, mesh: Mesh) -> DeviceSetup:
     """Take a device and place messages where MPI reads them. Collective over the mesh. Raises ConfigError."""
-    taken = take_device(config.run.device, mesh.world, mesh.node)
+    taken = take_device(config.run.device, mesh.world, mesh.node, config.run.deterministic)
     check_codecs(config, mesh, taken.device)
+    compute_on_own_stream(taken.device)
     threads = torch.get_num_threads()
     peak_tflops = on_root(mesh.world, lambda: peak_tflops_of_rank(config, taken.facts, threads))
     access = None
     if taken.device.type != "cpu" and mesh.world.size > 1:
-        access = gpu_aware(mesh.world, taken.device, config.communication.gpu_aware)
+        folder = Path(config.run.folder) / config.run.name
+        access = gpu_aware(mesh.world, taken.device, config.communication.gpu_aware, folder)
         let_mpi_read_devices(access.direct)
     return DeviceSetup(taken.device, taken.facts, taken.ranks, access, peak_tflops)
+
+
+def compute_on_own_stream(device: torch.device) -> None:
+    """Let this thread's work for the device go to a stream of its own from now on, one a process; not for the CPU.
+
+    What a library copies without naming a stream, as an MPI may do with device memory, goes to the default stream, and
+    would wait there behind all kernels of a step.
+    """
+    if device.type == "cpu":
+        return
+    stream = _streams.get(device) or _streams.setdefault(device, torch.Stream(device))
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    torch.accelerator.set_stream(stream)
 
 
 def check_codecs(config: Config, mesh: Mesh, device: torch.device) -> None:

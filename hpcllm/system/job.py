@@ -161,20 +161,22 @@ def start_mpi(limit_s: float) -> MPI.Intracomm:
     return world
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory() -> str:
     """Let glibc keep what this process frees: it maps whatever takes 32 MiB and more anew each time otherwise.
 
     The temporaries of an MPI library's long sums are such, and the kernel clears each of their pages again: of 64 MiB
     on 2 ranks a sum takes twice as long then. The process keeps the most memory that it ever had. Not by the variables
     that glibc reads at the start, for these hold while MPI starts, too: MPICH's PMI2 client then talked nonsense with
-    Slurm in some places. Does nothing where a user has set them, or where the C library is another.
+    Slurm in some places. Does nothing where a user has set them, or where the C library is another. Returns what holds
+    now, in words.
     """
-    if os.environ.keys() & {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}:
-        return
+    if found := sorted(os.environ.keys() & {"MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}):
+        return f"kept or not as {' and '.join(found)} {'says' if len(found) == 1 else 'say'}"
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, MOST_TRIM_BYTES)
+        if mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, MOST_TRIM_BYTES):
+            return "kept by the process, by mallopt"
+    return "kept or not as this C library does, which has no mallopt"
 
 
 def _finalize() -> None:

@@ -1,5 +1,5 @@
 // What every kernel's text begins with: numbers as bits, and groups of 32 lanes. Taken by NVRTC, hipRTC and, in the tests,
-// by a C++ compiler with tests/emulated/emulator.h before it. Nothing is included.
+// as either of them by a C++ compiler with tests/emulated/emulator.h before it. Nothing is included.
 //
 //     launch    group 0           group 1           ..    one group for each piece of the array
 //     group     lane 0 1 .. 31    lane 0 1 .. 31          lanes exchange values with lanes of their group, and only with them
@@ -19,19 +19,20 @@ const u32 THREADS = 128; // of a block of the launch: launch.py says it too
 
 // -- groups --------------------------------------------------------------------------------------------------------------
 
+#define METHOD __device__ __forceinline__
+#define DEVICE static METHOD
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
+
 #if defined(__HIP_DEVICE_COMPILE__) || defined(__HIPCC_RTC__)
-#define METHOD __device__ __forceinline__
-#define DEVICE static METHOD
-#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
-DEVICE u32 shuffle(u32 x, u32 from) { return __shfl((int)x, (int)from, 32); }
-DEVICE u32 shuffle_xor(u32 x, u32 mask) { return __shfl_xor((int)x, (int)mask, 32); }
-DEVICE u32 shuffle_up(u32 x, u32 delta) { return __shfl_up((int)x, delta, 32); }
-DEVICE u32 shuffle_down(u32 x, u32 delta) { return __shfl_down((int)x, delta, 32); }
-DEVICE u32 votes(bool x) { return (u32)(__ballot(x) >> (warpSize == 64 ? threadIdx.x & 32 : 0)); }
-#elif defined(__CUDACC__)
-#define METHOD __device__ __forceinline__
-#define DEVICE static METHOD
-#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
+DEVICE u32 shuffle(u32 x, u32 from) { return (u32)__shfl((int)x, (int)from, 32); }
+DEVICE u32 shuffle_xor(u32 x, u32 mask) { return (u32)__shfl_xor((int)x, (int)mask, 32); }
+DEVICE u32 shuffle_up(u32 x, u32 delta) { return (u32)__shfl_up((int)x, delta, 32); }
+DEVICE u32 shuffle_down(u32 x, u32 delta) { return (u32)__shfl_down((int)x, delta, 32); }
+DEVICE u32 votes(bool x) { // of the half that this lane is in: a choice between two registers, which costs less than a shift
+  u64 of_wave = __ballot(x);
+  return warpSize == 64 && threadIdx.x & 32 ? (u32)(of_wave >> 32) : (u32)of_wave;
+}
+#else
 DEVICE u32 shuffle(u32 x, u32 from) { return __shfl_sync(0xFFFFFFFF, x, from); }
 DEVICE u32 shuffle_xor(u32 x, u32 mask) { return __shfl_xor_sync(0xFFFFFFFF, x, mask); }
 DEVICE u32 shuffle_up(u32 x, u32 delta) { return __shfl_up_sync(0xFFFFFFFF, x, delta); }
@@ -39,7 +40,6 @@ DEVICE u32 shuffle_down(u32 x, u32 delta) { return __shfl_down_sync(0xFFFFFFFF, 
 DEVICE u32 votes(bool x) { return __ballot_sync(0xFFFFFFFF, x); }
 #endif
 
-#if defined(DEVICE)
 DEVICE u32 lane() { return threadIdx.x & (GROUP - 1); }
 DEVICE u64 group() { return ((u64)blockIdx.x * THREADS + threadIdx.x) / GROUP; }
 DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
@@ -48,23 +48,10 @@ DEVICE u32 count_ones(u32 x) { return (u32)__popc(x); }
 DEVICE u32 leading_zeros(u32 x) { return (u32)__clz((int)x); } // 32 for 0
 DEVICE u32 first_one(u32 x) { return x ? (u32)__ffs((int)x) - 1 : 32; }
 DEVICE float floor_of(float x) { return floorf(x); }
+DEVICE float exp_of(float x) { return expf(x); } // this and the next: to 2 units in the last place, not the CPU's bits
+DEVICE float log_of(float x) { return logf(x); }
+DEVICE float root_of(float x) { return sqrtf(x); }
 DEVICE u32 reversed(u32 x) { return __brev(x); } // bit 0 <-> bit 31
-#else // the emulator defines those above with "groups", and:
-#define METHOD inline
-#define DEVICE static METHOD
-#define KERNEL extern "C" void
-DEVICE float float_of(u32 bits) { float x; __builtin_memcpy(&x, &bits, 4); return x; }
-DEVICE u32 bits_of(float x) { u32 bits; __builtin_memcpy(&bits, &x, 4); return bits; }
-DEVICE u32 count_ones(u32 x) { return (u32)__builtin_popcount(x); }
-DEVICE u32 leading_zeros(u32 x) { return x ? (u32)__builtin_clz(x) : 32; }
-DEVICE u32 first_one(u32 x) { return x ? (u32)__builtin_ctz(x) : 32; }
-DEVICE float floor_of(float x) { return __builtin_floorf(x); }
-DEVICE u32 reversed(u32 x) {
-  u32 y = 0;
-  for (u32 i = 0; i < 32; i++) y |= (x >> i & 1) << (31 - i);
-  return y;
-}
-#endif
 
 DEVICE bool any_lane(bool x) { return votes(x) != 0; }
 DEVICE u32 least(u32 x, u32 y) { return x < y ? x : y; }
@@ -78,6 +65,24 @@ DEVICE u32 sum_up_to(u32 x) {
     x += lane() >= delta ? before : 0;
   }
   return x;
+}
+
+// Bit j of lane i <-> bit i of lane j: blocks of 16 bits first, then of 8, to 1.
+DEVICE u32 transposed(u32 x) {
+  u32 mask = 0x0000FFFF;
+#pragma unroll
+  for (u32 distance = 16; distance > 0; distance /= 2) {
+    u32 other = shuffle_xor(x, distance);
+    x = lane() & distance ? (x & ~mask) | (other >> distance & mask) : (x & mask) | (other & mask) << distance;
+    mask ^= mask << distance / 2;
+  }
+  return x;
+}
+
+// Exchanges the bits of y in the mask with those of x that are `by` above.
+DEVICE void exchange(u32& x, u32& y, u32 by, u32 mask) {
+  u32 differences = (x >> by ^ y) & mask;
+  y ^= differences, x ^= differences << by;
 }
 
 // -- numbers -------------------------------------------------------------------------------------------------------------

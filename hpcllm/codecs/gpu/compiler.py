@@ -44,16 +44,22 @@ BUNDLE = b"__CLANG_OFFLOAD_BUNDLE__"  # of hipRTC: several ELF files behind a ta
 
 @dataclass(frozen=True)
 class Program:
-    """Source text in this folder, with values of its macros: Program("quantise", ("VALUE=Fp32", "BLOCK=256"))."""
+    """Source text in a folder, with values of its macros: Program("quantise", ("VALUE=Fp32", "BLOCK=256"))."""
 
     source: str
     macros: tuple[str, ...]
     parts: tuple[str, ...] = ()  # texts that come after the source and use what it defines: "tiles.cuh"
+    folder: Path = Path(__file__).parent  # of source and parts
 
     def text(self) -> str:
         """Return the whole text: common.cuh, the source, the parts; no #include."""
-        names = ["common.cuh", f"{self.source}.cu", *self.parts]
-        return "\n".join(f'#line 1 "{name}"\n{(Path(__file__).parent / name).read_text()}' for name in names)
+        paths = [Path(__file__).with_name("common.cuh"), *(self.folder / name for name in self.names)]
+        return "\n".join(f'#line 1 "{path.name}"\n{path.read_text()}' for path in paths)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the files in the folder."""
+        return f"{self.source}.cu", *self.parts
 
     def defines(self) -> tuple[str, ...]:
         return tuple(f"-D{macro}" for macro in self.macros)

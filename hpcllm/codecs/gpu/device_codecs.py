@@ -3,7 +3,7 @@
     raw, bf16, fp16    torch converts in one pass; casts.cu adds up what ranks sent: a row is read once, in one launch,
                        where R rows by torch take R launches, R - 1 of which read and write an fp32 sum
     int8, int4, fp8    quantise.cu, one pass over memory: a group of 32 lanes takes a block, or 128 values
-    zfp                zfp.cu, a block a lane
+    zfp                zfp.cu and zfp_blocks.cuh, a block a lane
     exp, mpc           tiles.cuh after exponent.cu or mpc.cu
 
 Only streams of tiles ever wait for the device:
@@ -11,17 +11,17 @@ Only streams of tiles ever wait for the device:
     encode   values --measure--> sizes --cumulative sum--> offsets --write--> bytes, header --> host: how many they are
     decode   bytes  --locate---> sizes --cumulative sum--> offsets --read---> values           (nothing comes back)
 
-Encoding reads 16 bytes back, since what it returns is as long as they say. Decoding does not wait: a tile that no
-encoder wrote sets a word on the device, and the next call that waits anyway, encode or used_bytes of the same codec,
-raises CodecError for it; raise_damage() checks at any other time, as after the last bytes of a step. Nothing is ever
-read or written outside the arrays. Scratch memory is 8 bytes a tile, twice, from torch's allocator.
+Encoding reads 24 bytes back, at once, since what it returns is as long as they say. Decoding does not wait: a tile that
+no encoder wrote sets a word on the device, one a codec and stream, so that lanes do not meet there. The next call that
+waits anyway, encode or used_bytes of the same codec on that stream, raises CodecError for it; the rest is read with the
+loss at the end of a step (damage_words). Nothing is ever read or written outside the arrays. Scratch memory is 8 bytes
+a tile, twice, from torch's allocator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
 
@@ -29,7 +29,7 @@ from hpcllm.codecs.blocks import BlockLayout
 from hpcllm.codecs.casts import Cast, Raw
 from hpcllm.codecs.gpu.compiler import Program
 from hpcllm.codecs.gpu.launch import LANES, VALUE_NAMES, Launcher, rows_of
-from hpcllm.codecs.tiles import TileLayout
+from hpcllm.codecs.tiles import HEADER_BYTES, TileLayout
 from hpcllm.codecs.zfp import ZfpLayout
 from hpcllm.errors import CodecError
 
@@ -134,7 +134,7 @@ class ZfpKernels(ZfpLayout):
 
     @property
     def program(self) -> Program:
-        return Program("zfp", (f"VALUE={VALUE_NAMES[self.dtype]}", f"RATE={self.rate}"))
+        return Program("zfp", (f"VALUE={VALUE_NAMES[self.dtype]}", f"RATE={self.rate}"), ("zfp_blocks.cuh",))
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, index: int = 0) -> torch.Tensor:  # noqa: ARG002
         data = out[: self.encoded_bytes(values.numel())]
@@ -168,9 +168,14 @@ class TileKernels(TileLayout):
         return Program(self.source, (f"VALUE={VALUE_NAMES[self.dtype]}",), (*self.parts, "tiles.cuh"))
 
     def used_bytes(self, data: torch.Tensor, n: int) -> int:
-        """Read the length from the header; waits for the device. Raises CodecError for what was decoded before, too."""
-        used = self.header_bytes(data, n)
-        self.raise_damage(data.device)
+        """Read the length from the header; waits for the device. Raises CodecError for what was decoded before, too.
+
+        One copy to the host brings both: each one waits.
+        """
+        word = _damage(self, data.device)
+        header = torch.cat((data[:HEADER_BYTES], word.view(torch.uint8))).cpu()
+        used = self.header_bytes(header[: min(HEADER_BYTES, data.numel())], n)
+        self._raise(word, int(header[-word.nbytes :].view(torch.int64).item()))
         return used
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, index: int = 0) -> torch.Tensor:  # noqa: ARG002
@@ -190,12 +195,15 @@ class TileKernels(TileLayout):
         """Add the decoded values to `out` without waiting, see decode."""
         self._read("read_add", data, out)
 
-    def raise_damage(self, device: torch.device) -> None:
-        """Wait for the device and raise CodecError if a tile decoded there since the last call was damaged."""
-        word = _damage(self, device)
-        if tile := int(word.item()):
+    def _raise(self, word: torch.Tensor, tile: int) -> None:
+        """Raise CodecError for a damaged tile + 1 that was read from the word, if it was one, and forget it."""
+        if tile:
             word.zero_()
-            raise CodecError(f"{self.name}: tile {tile - 1} of what was decoded is damaged: its record cannot be right")
+            raise CodecError(self.damage(tile))
+
+    def damage(self, tile: int) -> str:
+        """Describe a damaged tile + 1, as a word has it."""
+        return f"{self.name}: tile {tile - 1} of what was decoded is damaged: its record cannot be right"
 
     def _read(self, kernel: str, data: torch.Tensor, out: torch.Tensor) -> None:
         n, used = out.numel(), data.numel()
@@ -208,9 +216,27 @@ class TileKernels(TileLayout):
         self.launcher.launch(self.program, kernel, tiles, [data, used, n, sizes.cumsum(0), out, damage, tiles])
 
 
-@cache
-def _damage(codec: TileKernels, device: torch.device) -> torch.Tensor:  # noqa: ARG001 -- each codec has its own
-    """Return a word on the device: a damaged tile + 1, or 0. Made once, before another stream may write to it."""
-    word = torch.zeros(1, dtype=torch.int64, device=device)
-    word.item()  # waits
-    return word
+# (stream, or None on the CPU; damaged tile + 1, or 0) by codec, device and number of the stream
+_words: dict[tuple[TileKernels, torch.device, int], tuple[torch.Stream | None, torch.Tensor]] = {}
+
+
+def _damage(codec: TileKernels, device: torch.device) -> torch.Tensor:
+    """Return the codec's word of the current stream, (1,) int64 on the device."""
+    stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+    key = codec, device, stream.stream_id if stream else 0
+    if key not in _words:
+        _words[key] = stream, torch.zeros(1, dtype=torch.int64, device=device)
+    return _words[key][1]
+
+
+def damage_words(device: torch.device) -> list[tuple[TileKernels, torch.Tensor]]:
+    """Return codecs and words of all streams of the device, complete for what the current stream is told from now on.
+
+    A word is (1,) int64: a damaged tile + 1 of what was decoded since it was made or raised, see TileKernels.damage, or
+    0. Lanes must have been waited for.
+    """
+    found = [(codec, *of) for (codec, where, _), of in list(_words.items()) if where == device]
+    for _, stream, _ in found:
+        if stream:
+            torch.accelerator.current_stream(device).wait_stream(stream)
+    return [(codec, word) for codec, _, word in found]

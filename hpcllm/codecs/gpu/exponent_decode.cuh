@@ -16,14 +16,6 @@ DEVICE bool agrees(Record record, Escapes mine, const u8* nibbles) {
   return sum_of_lanes(mine.count) == record.escapes && sum_of_lanes(far) == record.last;
 }
 
-// Bit p: that of this lane's value in plane p.
-DEVICE u32 code_of(const u32* planes, u32 row) {
-  u32 code = 0;
-#pragma unroll
-  for (u32 p = 0; p < PLANES + EXTRA; p++) code |= (shuffle(planes[p], row) >> lane() & 1) << p;
-  return code;
-}
-
 // The low byte of a value, and above it those that are as they were.
 DEVICE u32 low_bytes(const u8* low, u32 length, u32 place) {
   u32 bytes = low[(sizeof(Word) - 2) * length + place];
@@ -32,18 +24,31 @@ DEVICE u32 low_bytes(const u8* low, u32 length, u32 place) {
 }
 
 // All values but the escapes.
-template <class Out> DEVICE void read_rows(const u32* planes, u32 length, Record record, const u8* low, Out to) {
+template <class Out>
+DEVICE void join(Nibbles codes, Nibbles extras, u32 length, Record record, const u8* low, Out to) {
   u32 width = (1 << record.mode) - 1, ahead[AHEAD];
-  for (u32 start = 0; start < rows_of(length); start += AHEAD) {
+  for (u32 row = 0; row < rows_of(length); row += AHEAD) {
 #pragma unroll
-    for (u32 i = 0; i < AHEAD; i++) ahead[i] = low_bytes(low, length, least((start + i) * GROUP + lane(), length - 1));
+    for (u32 i = 0; i < AHEAD; i++) ahead[i] = low_bytes(low, length, least((row + i) * GROUP + lane(), length - 1));
 #pragma unroll
     for (u32 i = 0; i < AHEAD; i++) {
-      u32 place = (start + i) * GROUP + lane(), code = code_of(planes, start + i & 31), near = code % (1 << PLANES);
-      u32 high = (near + record.first & 255) << EXTRA | code >> PLANES;
+      u32 place = (row + i) * GROUP + lane(), near = codes.at[i] & 15;
+      u32 high = (near + record.first & 255) << EXTRA | (extras.at[i] & ((1 << EXTRA) - 1));
       if (place < length && near != width) Out::put(to, place, word_of(high & 255, ahead[i] & 255, ahead[i] >> 8));
+      codes.at[i] >>= 4, extras.at[i] >>= 4;
     }
   }
+}
+
+template <class Out> DEVICE void read_rows(const u32* planes, u32 length, Record record, const u8* low, Out to) {
+  Nibbles codes = {}, extras = {};
+#pragma unroll
+  for (u32 p = 0; p < PLANES; p++)
+    if (p < record.mode) codes.at[p] = transposed(planes[p]);
+#pragma unroll
+  for (u32 p = 0; p < EXTRA; p++) extras.at[p] = transposed(planes[PLANES + p]);
+  codes.turn(), extras.turn();
+  join(codes, extras, length, record, low, to);
 }
 
 // The escapes, each by the lane that has its row: no value is written twice.

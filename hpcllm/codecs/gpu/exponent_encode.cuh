@@ -137,33 +137,40 @@ DEVICE u32 measure_tile(const Word* values, u32 length, u32* words) {
   return padded(body_bytes(length, record));
 }
 
-// A row of values: bits of planes to lane `row`, low bytes to memory.
-DEVICE void write_row(Word value, u32 row, u32 length, Record record, u32* planes, u8* low) {
-  u32 place = row * GROUP + lane(), both = rotated(value), width = (1 << record.mode) - 1;
-  bool inside = place < length;
-  u32 code = inside ? least(exponent_of(value) - record.first & 255, width) : 0;
-#pragma unroll
-  for (u32 p = 0; p < PLANES + EXTRA; p++) {
-    u32 word = votes((p < PLANES ? code >> p : both >> (8 + p - PLANES)) & 1);
-    planes[p] = lane() == row ? word : planes[p];
-  }
-  if (!inside) return;
+DEVICE void write_low_bytes(Word value, u32 place, u32 length, u8* low) {
   for (u32 i = 0; i + 2 < sizeof(Word); i++) low[i * length + place] = (u8)(value >> 8 * i);
-  low[(sizeof(Word) - 2) * length + place] = (u8)both;
+  low[(sizeof(Word) - 2) * length + place] = (u8)rotated(value);
 }
 
-DEVICE void write_rows(const Word* values, u32 length, Record record, u32* planes, u8* low) {
-  for (u32 row = 0; row < rows_of(length); row += AHEAD) {
+// Values to codes, low bytes to memory. Past the end codes are 0, and extra bits those of the first value.
+DEVICE void split(const Word* values, u32 length, Record record, Nibbles& codes, Nibbles& extras, u8* low) {
+  u32 width = (1 << record.mode) - 1;
+  for (u32 row = 0; row < ROWS; row += AHEAD) {
     Word ahead[AHEAD];
 #pragma unroll
     for (u32 i = 0; i < AHEAD; i++) {
       u32 place = (row + i) * GROUP + lane();
-      ahead[i] = values[place < length ? place : 0]; // beyond the end: the first value, whose extra bits fill the planes
+      ahead[i] = values[place < length ? place : 0];
     }
 #pragma unroll
-    for (u32 i = 0; i < AHEAD; i++)
-      if (row + i < rows_of(length)) write_row(ahead[i], row + i, length, record, planes, low);
+    for (u32 i = 0; i < AHEAD; i++) {
+      u32 place = (row + i) * GROUP + lane(), code = least(exponent_of(ahead[i]) - record.first & 255, width);
+      codes.at[i] = codes.at[i] >> 4 | (place < length ? code : 0) << 28;
+      extras.at[i] = extras.at[i] >> 4 | rotated(ahead[i]) >> 8 << 28;
+      if (place < length) write_low_bytes(ahead[i], place, length, low);
+    }
   }
+}
+
+DEVICE void write_rows(const Word* values, u32 length, Record record, u32* planes, u8* low) {
+  Nibbles codes = {}, extras = {};
+  split(values, length, record, codes, extras, low);
+  codes.turn(), extras.turn();
+#pragma unroll
+  for (u32 p = 0; p < PLANES; p++)
+    if (p < record.mode) planes[p] = transposed(codes.at[p]);
+#pragma unroll
+  for (u32 p = 0; p < EXTRA; p++) planes[PLANES + p] = transposed(extras.at[p]);
 }
 
 // Nibbles two to a byte: the lane of its first half writes it. The second may be the first of the next lane that has one.

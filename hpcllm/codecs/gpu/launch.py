@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -58,15 +59,29 @@ class CupyLauncher:
             self.kernel(program, kernel, device.index)((blocks_of(groups),), (THREADS,), words)
 
     def _stream(self, device: torch.device) -> Any:
-        stream, cuda = torch.cuda.current_stream(device), self.cupy.cuda
-        if hasattr(stream, "__cuda_stream__") and hasattr(cuda.Stream, "from_external"):
-            return cuda.Stream.from_external(stream)
-        return cuda.ExternalStream(stream.cuda_stream)  # before CuPy 14
+        return cupy_stream(self.cupy, torch.cuda.current_stream(device).cuda_stream)
 
     def _kernel(self, program: Program, kernel: str, index: int) -> Any:
         device = torch.cuda.get_device_properties(index)
         target = device.gcnArchName if torch.version.hip else cuda_target(device.major, device.minor, self.compiler)
         return self.cupy.RawModule(path=binary_of(program, target, self.compiler)).get_function(kernel)
+
+
+@dataclass(frozen=True)
+class ForeignStream:
+    """Stream by its address, as CuPy 14 takes one; torch's own have the method only in newer versions."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address  # version of the protocol
+
+
+def cupy_stream(cupy: Any, address: int) -> Any:
+    """Return CuPy's object for a stream of torch's. Without a warning: what CuPy had before 14 is deprecated there."""
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(ForeignStream(address))
+    return cupy.cuda.ExternalStream(address)
 
 
 def rows_of(parts: torch.Tensor, own_rank: int, row_bytes: int) -> tuple[torch.Tensor, int, int, int]:

@@ -10,6 +10,7 @@ const u32 WORDS = 1024; // of 32 bits, in a tile
 const u32 TILE = WORDS * 4 / sizeof(Word);
 const u32 RECORD_BYTES = 4;
 const u32 WRONG = 0xFFFFFFFF;
+const u32 AHEAD = 4; // rows that are on their way from memory at once
 
 // Words of a tile of so many values, and rows of so many words.
 DEVICE u32 words_of(u32 length) { return (length * (u32)sizeof(Word) + 3) / 4; }
@@ -30,30 +31,24 @@ DEVICE u32 before(u32 x, u32 last) {
   return lane() > 0 ? up : last;
 }
 
-// Bit j of lane i <-> bit i of lane j: blocks of 16 bits first, then of 8, to 1.
-DEVICE u32 transposed(u32 x) {
-  u32 mask = 0x0000FFFF;
-#pragma unroll
-  for (u32 distance = 16; distance > 0; distance /= 2) {
-    u32 other = shuffle_xor(x, distance);
-    x = lane() & distance ? (x & ~mask) | (other >> distance & mask) : (x & mask) | (other & mask) << distance;
-    mask ^= mask << distance / 2;
-  }
-  return x;
-}
-
 // The words of a row that its bitmap counts, if there is a body to write them to. Returns how many of the tile are not zero.
 DEVICE u32 pack(const Word* values, u32 length, u32* body) {
   u32 last_word = 0, last_turned = 0, count = 0, bitmap = 0, rows = rows_of(length);
-  for (u32 row = 0; row < rows; row++) {
-    u32 place = row * GROUP + lane(), word = word_at(values, length, place), earlier = before(word, last_word);
-    u32 turned = transposed(place < words_of(length) ? word - earlier : 0), rest = turned - before(turned, last_turned);
-    u32 ones = votes(rest != 0);
-    if (body && rest) body[rows + count + count_ones(ones & below_lane())] = rest;
-    last_word = shuffle(word, GROUP - 1);
-    last_turned = shuffle(turned, GROUP - 1);
-    bitmap = lane() == row ? ones : bitmap;
-    count += count_ones(ones);
+  for (u32 start = 0; start < rows; start += AHEAD) {
+    u32 ahead[AHEAD];
+#pragma unroll
+    for (u32 i = 0; i < AHEAD; i++) ahead[i] = word_at(values, length, (start + i) * GROUP + lane());
+#pragma unroll
+    for (u32 i = 0; i < AHEAD; i++) {
+      u32 row = start + i, place = row * GROUP + lane(), word = ahead[i], earlier = before(word, last_word);
+      u32 turned = transposed(place < words_of(length) ? word - earlier : 0), rest = turned - before(turned, last_turned);
+      u32 ones = votes(row < rows && rest != 0);
+      if (body && ones >> lane() & 1) body[rows + count + count_ones(ones & below_lane())] = rest;
+      last_word = shuffle(word, GROUP - 1);
+      last_turned = shuffle(turned, GROUP - 1);
+      bitmap = lane() == row ? ones : bitmap;
+      count += count_ones(ones);
+    }
   }
   if (body && lane() < rows) body[lane()] = bitmap;
   return count;
@@ -83,13 +78,20 @@ template <class Out> DEVICE bool read_tile(const u32* record, const u32* body, u
   u32 rows = rows_of(length), bitmap = lane() < rows ? body[lane()] : 0, sum = sum_up_to(count_ones(bitmap));
   if (shuffle(sum, GROUP - 1) != *record) return false;
   u32 start = rows + sum - count_ones(bitmap), last_turned = 0, last_word = 0;
-  for (u32 row = 0; row < rows; row++) {
-    u32 ones = shuffle(bitmap, row), at = shuffle(start, row) + count_ones(ones & below_lane());
-    u32 turned = last_turned + sum_up_to(ones >> lane() & 1 ? body[at] : 0);
-    u32 word = last_word + sum_up_to(transposed(turned));
-    last_turned = shuffle(turned, GROUP - 1);
-    last_word = shuffle(word, GROUP - 1);
-    put_word(to, length, row * GROUP + lane(), word);
+  for (u32 first = 0; first < rows; first += AHEAD) { // rows past the last have no bits
+    u32 ahead[AHEAD];
+#pragma unroll
+    for (u32 i = 0; i < AHEAD; i++) {
+      u32 ones = shuffle(bitmap, first + i), at = shuffle(start, first + i) + count_ones(ones & below_lane());
+      ahead[i] = ones >> lane() & 1 ? body[at] : 0;
+    }
+#pragma unroll
+    for (u32 i = 0; i < AHEAD; i++) {
+      u32 turned = last_turned + sum_up_to(ahead[i]), word = last_word + sum_up_to(transposed(turned));
+      last_turned = shuffle(turned, GROUP - 1);
+      last_word = shuffle(word, GROUP - 1);
+      put_word(to, length, (first + i) * GROUP + lane(), word);
+    }
   }
   return true;
 }

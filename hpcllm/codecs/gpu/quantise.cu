@@ -15,6 +15,7 @@
 const u32 LANES = BLOCK < STEP ? BLOCK / QUAD : GROUP; // that share a block
 const u32 STEPS = BLOCK < STEP ? 1 : BLOCK / STEP;     // of a group
 const u32 MOST_HELD = 8;                               // steps whose values wait in registers; others are read twice
+const u32 MOST_SUMS = 2;                               // sums that wait there; others do so in memory, as my own addend
 
 typedef VALUE::Word Word;
 
@@ -47,22 +48,22 @@ DEVICE u32 whole(float x, float top, u64 seed, u32 i, float magic) {
 
 struct Int8 {
   typedef u32 Packed; // the codes of a quad
-  static const u32 BITS = 8, ZEROS = 0, STEPS_BITS = 0x42FE0001; // above 127
+  static constexpr u32 BITS = 8, ZEROS = 0, STEPS_BITS = 0x42FE0001; // above 127
   DEVICE u32 code(float x, u64 seed, u32 i) { return whole(x, 127, seed, i, 12582912.0f) & 0xFF; }
   DEVICE float value(u32 code) { return (float)(i32)(signed char)code; }
 };
 
 struct Int4 {
   typedef u16 Packed;
-  static const u32 BITS = 4, ZEROS = 0x8888, STEPS_BITS = 0x40E00001; // above 7
+  static constexpr u32 BITS = 4, ZEROS = 0x8888, STEPS_BITS = 0x40E00001; // above 7
   DEVICE u32 code(float x, u64 seed, u32 i) { return whole(x, 7, seed, i, 12582912.0f + 8) & 0xF; }
   DEVICE float value(u32 code) { return (float)((i32)code - 8); }
 };
 
 struct Fp8 {
   typedef u32 Packed;
-  static const u32 BITS = 8, ZEROS = 0, STEPS_BITS = 0x43E00001; // above 448
-  static const u32 BIAS = 120 << 23;                             // between the exponents of both formats
+  static constexpr u32 BITS = 8, ZEROS = 0, STEPS_BITS = 0x43E00001; // above 448
+  static constexpr u32 BIAS = 120 << 23;                             // between the exponents of both formats
   DEVICE u32 code(float x, u64, u32) {
     u32 bits = bits_of(x), size = bits & MAGNITUDE;
     u32 normal = (size - BIAS + 0x7FFFF + (size >> 20 & 1)) >> 20;
@@ -134,11 +135,12 @@ DEVICE u32 codes_of(Quad quad, float scale, float factor, u64 seed, u32 i) {
   return is_nan(scale) ? CODE::ZEROS : packed;
 }
 
-// Source: quad(first) gives the values at `first`, 0 behind the end; done(first, codes, scale) hears what they became.
+// Source: quad(first) gives the values at `first`, 0 behind the end; peeked(first) does, too, and again(first) once more.
+// done(first, codes, scale) hears what they became. HELD: steps whose values are asked for once.
 template <bool WHOLE, class Source>
 DEVICE void encode_blocks(const Source& source, u8* data, u64 n, u64 scales_at, u64 key, u64 index) {
-  const int held_steps = !WHOLE ? 0 : STEPS < MOST_HELD ? STEPS : MOST_HELD;
-  Quad held[MOST_HELD];
+  const int held_steps = !WHOLE ? 0 : STEPS < Source::HELD ? STEPS : Source::HELD;
+  Quad held[Source::HELD];
   u64 start = first_value(), block = start / BLOCK;
   u32 peak = 0;
 #pragma unroll
@@ -146,7 +148,7 @@ DEVICE void encode_blocks(const Source& source, u8* data, u64 n, u64 scales_at, 
 #pragma unroll
   for (int step = 0; step < held_steps; ++step) peak = peak_of(peak, held[step]);
 #pragma unroll 1
-  for (u32 step = held_steps; step < STEPS; ++step) peak = peak_of(peak, source.quad(start + step * STEP));
+  for (u32 step = held_steps; step < STEPS; ++step) peak = peak_of(peak, source.peeked(start + step * STEP));
   for (u32 mask = LANES / 2; mask; mask /= 2) peak = greatest(peak, shuffle_xor(peak, mask));
   float scale = scale_of(peak), factor = 1.0f / scale;
   u64 seed = STOCHASTIC ? block_seed(key, index + block * BLOCK) : 0;
@@ -159,7 +161,7 @@ DEVICE void encode_blocks(const Source& source, u8* data, u64 n, u64 scales_at, 
 #pragma unroll
   for (int step = 0; step < held_steps; ++step) put(start + step * STEP, held[step]);
 #pragma unroll 1
-  for (u32 step = held_steps; step < STEPS; ++step) put(start + step * STEP, source.quad(start + step * STEP));
+  for (u32 step = held_steps; step < STEPS; ++step) put(start + step * STEP, source.again(start + step * STEP));
 }
 
 // Bytes of no code and no scale: up to 3 behind the codes, up to 12 at the end.
@@ -172,18 +174,28 @@ DEVICE void zero_gaps(u8* data, u64 n, u64 scales_at, u64 end) {
 template <bool WHOLE> struct Values {
   const Word* values;
   u64 n;
+  static constexpr u32 HELD = MOST_HELD;
   METHOD Quad quad(u64 first) const { return quad_at<VALUE, WHOLE>(values, first, n); }
+  METHOD Quad peeked(u64 first) const { return quad(first); }
+  METHOD Quad again(u64 first) const { return quad(first); }
   METHOD void done(u64, u32, float) const {}
 };
 
-// Row r of `parts` begins with what rank r sent; my own addend is not encoded.
+// Row r of `parts` begins with what rank r sent; my own addend is not encoded. A sum that is needed again takes its place.
 template <bool WHOLE> struct Sum {
   const u8* parts;
   u64 row_bytes, ranks, own_rank, scales_at;
   Word* own;
   u64 n;
   METHOD Quad row(u64 rank, u64 first) const { return decoded_at<WHOLE>(parts + rank * row_bytes, scales_at, first, n); }
+  static constexpr u32 HELD = MOST_SUMS;
   METHOD Quad quad(u64 first) const { return sum_of_ranks<VALUE, WHOLE>(*this, ranks, own_rank, own, first, n); }
+  METHOD Quad peeked(u64 first) const {
+    Quad sum = quad(first);
+    put_quad<VALUE, WHOLE>(own, first, n, sum);
+    return sum;
+  }
+  METHOD Quad again(u64 first) const { return quad_at<VALUE, WHOLE>(own, first, n); }
   METHOD void done(u64 first, u32 packed, float scale) const {
     put_quad<VALUE, WHOLE>(own, first, n, decoded(packed, scale));
   }

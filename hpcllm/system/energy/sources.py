@@ -44,12 +44,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpcllm.system.nvml import NVML_LIBRARY, NvmlDevice, NvmlError, nvml_call, nvml_devices
+
 SYSFS = Path("/sys")
 MICRO, MILLI = 1e-6, 1e-3
 POWER_TICK_S = 0.5  # between two reads of watts: sensors average over about as long
 RAPL_TICK_S = 20.0  # 65 kJ, the smallest range, last 65 s at 1 kW
 CRAY_TRIES = 5  # a read takes microseconds, the files are written ten times a second
-NVML_LIBRARY = "libnvidia-ml.so.1"
 HWMON_POWER = ("power1_average", "power1_input")
 SCOPES = {  # what is measured, for people
     "pm_counters": "whole nodes",
@@ -58,7 +59,6 @@ SCOPES = {  # what is measured, for people
     "rapl": "CPUs only",
 }
 Packages = list[list[Path]]  # the sensors of each
-NvmlDevice = ctypes.c_void_p
 
 
 class MissingSourceError(Exception):
@@ -161,10 +161,6 @@ def _freshness(folder: Path) -> float | None:
         return None  # an older board: what it says is taken as it is
 
 
-class NvmlError(OSError):
-    """A function of the library failed."""
-
-
 def find_nvml(_: Path, library: str = NVML_LIBRARY) -> Source:
     """Return the counters of NVIDIA's driver. Raises MissingSourceError."""
     try:
@@ -172,7 +168,7 @@ def find_nvml(_: Path, library: str = NVML_LIBRARY) -> Source:
     except OSError as error:
         raise MissingSourceError(f"no {library}: no NVIDIA driver here") from error
     try:
-        return _nvml_source(nvml, _nvml_devices(nvml))
+        return _nvml_source(nvml, nvml_devices(nvml))
     except (NvmlError, AttributeError) as error:  # a library without such a function
         raise MissingSourceError(f"{library}: {error}") from error
 
@@ -192,18 +188,6 @@ def _nvml_source(nvml: ctypes.CDLL, devices: list[NvmlDevice]) -> Source:
     return Source("nvml", joules, every, every)
 
 
-def _nvml_devices(nvml: ctypes.CDLL) -> list[NvmlDevice]:
-    _nvml_call(nvml, "nvmlInit_v2")
-    count = ctypes.c_uint()
-    _nvml_call(nvml, "nvmlDeviceGetCount_v2", ctypes.byref(count))
-    devices = []
-    for index in range(count.value):
-        device = NvmlDevice()
-        _nvml_call(nvml, "nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(device))
-        devices.append(device)
-    return devices
-
-
 def _nvml_reader(
     nvml: ctypes.CDLL, function: str, kind: type[ctypes._SimpleCData[int]], devices: list[NvmlDevice]
 ) -> Callable[[], list[float]]:
@@ -213,18 +197,11 @@ def _nvml_reader(
         values = []
         for device in devices:
             value = kind()
-            _nvml_call(nvml, function, device, ctypes.byref(value))
+            nvml_call(nvml, function, device, ctypes.byref(value))
             values.append(MILLI * value.value)
         return values
 
     return read
-
-
-def _nvml_call(nvml: ctypes.CDLL, function: str, *arguments: object) -> None:
-    """Call a function of NVML. Raises NvmlError, and AttributeError where the library has no such function."""
-    code = getattr(nvml, function)(*arguments)
-    if code:
-        raise NvmlError(f"{function} gave error {code}")
 
 
 def find_hwmon(sysfs: Path) -> Source:

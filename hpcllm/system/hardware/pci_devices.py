@@ -14,6 +14,7 @@ of the Linux kernel.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hpcllm.system.hardware.sysfs import MACHINE, Root
@@ -63,6 +64,15 @@ def find_nics(root: Root = MACHINE) -> tuple[Nic, ...]:
     found += [_slingshot(root, name, by_pci) for name in root.names("sys/class/cxi") if re.fullmatch(r"cxi\d+", name)]
     taken = {nic.pci for nic in found}
     return (*found, *(nic for nic in ethernet if nic.pci not in taken))
+
+
+def wire_gb_s(nics: Iterable[Nic]) -> float | None:
+    """Return what a node sends at most, of interfaces that are up: all that register memory, else the fastest other.
+
+    None where no driver says. Nobody can tell from here which interfaces an MPI library takes.
+    """
+    rates = [(nic.kind in RDMA, nic.rate_gb_s) for nic in nics if nic.up and nic.rate_gb_s]
+    return sum(rate for is_rdma, rate in rates if is_rdma) or max((rate for _, rate in rates), default=None)
 
 
 def _gpu(root: Root, pci: str, driven_by_nvidia: bool) -> Gpu | None:
