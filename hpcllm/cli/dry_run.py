@@ -1,4 +1,4 @@
-"""`train --dry-run`: everything that `train` would reject before its first step, without starting it.
+"""`--dry-run` of train and finetune: everything that they would reject before the first step, without starting it.
 
     RUN.toml --set ... --ranks N
       keys and values, mesh, model, schedule, layers            plan/resolve.py
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcllm.cli.memory import PARTS
 from hpcllm.cli.options import read_run
+from hpcllm.cli.train import check as check_training
 from hpcllm.collectives.tuning import load_tuning
 from hpcllm.config import machines
 from hpcllm.config.schema import Config
@@ -74,16 +75,27 @@ def run(arguments: argparse.Namespace) -> int:
         return on_root(comm, lambda: _try(ranks))
 
     def _try(ranks: int | None) -> int:
-        trial = tried(arguments.run, arguments.overrides, ranks, arguments.restart)
+        trial = tried(arguments.run, arguments.overrides, ranks, arguments.restart, arguments.check)
         show(arguments, as_dict(trial), lines(trial))
         return 0
 
     return run_with_or_without_mpi(job)
 
 
-def tried(path: Path, overrides: list[str], ranks: int | None = None, restart: bool = False) -> Trial:
-    """Check a run file for so many ranks (None: those of its mesh). Writes nothing. Raises UserError."""
-    resolved = resolve(read_run(path, overrides), ranks)
+def tried(
+    path: Path,
+    overrides: list[str],
+    ranks: int | None = None,
+    restart: bool = False,
+    check: Callable[[Config], None] = check_training,
+) -> Trial:
+    """Check a run file for so many ranks (None: those of its mesh). Writes nothing. Raises UserError.
+
+    check: of the command that is to run it.
+    """
+    config = read_run(path, overrides)
+    check(config)
+    resolved = resolve(config, ranks)
     config, schedule, tokens, times, store = resolved.config, resolved.schedule, None, None, None
     if config.data.store:
         from hpcllm.data.store import epochs, open_store  # only where there is a file to look at
@@ -99,6 +111,10 @@ def tried(path: Path, overrides: list[str], ranks: int | None = None, restart: b
     folder = Path(config.run.folder) / config.run.name
     check_lockable(folder)
     newest = None if restart else _newest(folder, config, store)
+    if newest is None and config.run.start_from and store:
+        from hpcllm.data.model_texts import check_fit
+
+        check_fit(config, store)
     largest = _largest(resolved)
     _check_memory(resolved, largest)
     return Trial(resolved, tokens, times, newest, largest, *_step(config, schedule))
@@ -161,12 +177,12 @@ def _newest(folder: Path, config: Config, store: TokenStore | None) -> Path | No
     from hpcllm.checkpoint.reader import Checkpoint
     from hpcllm.checkpoint.restore import tokenizer_json
     from hpcllm.checkpoint.state import facts  # torch: only where there may be something to go on from
-    from hpcllm.training.compatibility import check_same_run
+    from hpcllm.training.compatibility import as_begun, check_same_run
 
     path = next(iter(newest_first(folder / "checkpoints")), None)
     if path and store:
         with Checkpoint.open(path) as checkpoint:
-            check_same_run(config, store, facts(checkpoint), tokenizer_json(checkpoint), path)
+            check_same_run(as_begun(config), store, facts(checkpoint), tokenizer_json(checkpoint), path)
     return path
 
 
@@ -186,6 +202,7 @@ def as_dict(trial: Trial) -> dict[str, Any]:
     config, step = trial.resolved.config, trial.step
     return {
         "accepted": True,
+        "finetuning": config.finetuning.kind,
         "ranks": trial.resolved.ranks,
         "mesh": {"dp": config.mesh.dp, "pp": config.mesh.pp, "tp": config.mesh.tp},
         "parameters": parameter_count(config.model),
@@ -202,13 +219,14 @@ def as_dict(trial: Trial) -> dict[str, Any]:
 def lines(trial: Trial) -> list[str]:
     """Lines of the answer for people."""
     config, resolved, largest = trial.resolved.config, trial.resolved, trial.largest
-    mesh, pipeline, run = config.mesh, config.pipeline, config.run
+    mesh, pipeline, run, kind = config.mesh, config.pipeline, config.run, config.finetuning.kind
     size = config.data.global_batch // mesh.dp // pipeline.microbatches
     begins = f"begins at step 0 of {run.steps} in {Path(run.folder) / run.name}"
     folder = f"goes on from {trial.newest}, up to step {run.steps}" if trial.newest else begins
     device, host = size_text(largest.total - largest.checkpoint), size_text(largest.checkpoint)
+    verb = "train" if kind == "none" else f"fine-tune ({kind})"
     return [
-        f"would train {run.name}: {parameter_count(config.model):,} parameters in {config.precision.compute} on "
+        f"would {verb} {run.name}: {parameter_count(config.model):,} parameters in {config.precision.compute} on "
         f"{resolved.ranks} ranks, dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, shard {config.optimizer.shard!r}",
         f"  schedule    {resolved.schedule.name}, proved: {pipeline.microbatches} microbatches of {size} "
         f"sample{'s' * (size > 1)}, bubble {resolved.bubble:.0%}, recompute {pipeline.recompute!r}",

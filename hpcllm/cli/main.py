@@ -18,8 +18,10 @@ from hpcllm.system.command_line import Parser, run_command
 
 COMMANDS = {
     "prepare": "turn text into a token store",
+    "store": "look into token stores: info, sample",
     "preflight": "is this allocation fit to run? in a minute, on one page",
     "train": "train a model, or go on where the run stopped",
+    "finetune": "fine-tune a model on chats or preferences, or go on where that stopped",
     "plan": "time, memory and cost of layouts on a machine, and the best of them",
     "memory": "what each rank of a run will hold, before the job is queued",
     "layout": "which rank goes where, what crosses nodes, and a better order",

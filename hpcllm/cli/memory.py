@@ -13,7 +13,7 @@ from typing import Any
 
 from hpcllm.cli.options import add_ranks, add_run_file, read_run
 from hpcllm.config.schema import Config
-from hpcllm.model.shapes import parameter_count
+from hpcllm.model.shapes import parameter_count, trained_shapes
 from hpcllm.mpi.mesh_axes import coordinates
 from hpcllm.mpi.partition import chunk_range
 from hpcllm.mpi.rank_names import name_ranks
@@ -93,10 +93,15 @@ def _first_alike(config: Config) -> list[int]:
 
 
 def _facts(config: Config, rows: list[Row]) -> dict[str, Any]:
-    """Return {"parameters", "mesh", "ranks": [{"stage", "ranks", <part>_bytes, "total_bytes"}], "largest", "binds"}"""
+    """Return the answer as JSON has it.
+
+    {"parameters", "trained_parameters", "mesh", "ranks": [{"stage", "ranks", <part>_bytes, "total_bytes"}], "largest",
+    "binds"}
+    """
     largest = _largest(rows)
     return {
         "parameters": parameter_count(config.model),
+        "trained_parameters": _trained(config),
         "mesh": {"dp": config.mesh.dp, "pp": config.mesh.pp, "tp": config.mesh.tp},
         "ranks": [
             {"stage": row.stage, "ranks": row.ranks, "total_bytes": row.memory.total}
@@ -113,10 +118,12 @@ def _lines(config: Config, rows: list[Row], wide: bool) -> list[str]:
     titles = PARTS if wide else [NARROW.get(part, part) for part in PARTS]
     part = _binds(largest)
     everywhere = sum(row.memory.total * len(row.ranks) for row in rows)
+    adapter = config.finetuning.adapter
+    adapters = f", {_trained(config):,} of adapters on a base as {adapter.base}," if adapter.rank else ""
     return [
-        f"{parameter_count(config.model):,} parameters ({config.model.preset}) in {config.precision.compute}, "
-        f"dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, shard {config.optimizer.shard!r}, recompute "
-        f"{config.pipeline.recompute!r}; predicted for each rank:",
+        f"{parameter_count(config.model):,} parameters ({config.model.preset}){adapters} in "
+        f"{config.precision.compute}, dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, shard {config.optimizer.shard!r}, "
+        f"recompute {config.pipeline.recompute!r}; predicted for each rank:",
         "",
         *table(["", *titles, "total"], list(_cells(rows)), indent="", gap="  "),
         "",
@@ -126,6 +133,11 @@ def _lines(config: Config, rows: list[Row], wide: bool) -> list[str]:
         f"{LOWERED_BY[part]}",
         "the interpreter and its libraries come on top, some hundred MB a rank",
     ]
+
+
+def _trained(config: Config) -> int:
+    """Return the number of values that a run updates."""
+    return sum(math.prod(shape) for shape in trained_shapes(config.model, config.finetuning.adapter).values())
 
 
 def _cells(rows: list[Row]) -> Iterator[list[str]]:

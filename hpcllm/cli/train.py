@@ -5,20 +5,37 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpcllm.cli.options import add_run_file, count
 from hpcllm.errors import ConfigError, UserError
 from hpcllm.system.output import add_output, is_json_alone, show
 
 if TYPE_CHECKING:
+    from hpcllm.config.schema import Config
     from hpcllm.training.summary import Summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description = "Train as a run file says. On a run folder with a checkpoint it goes on from the newest one."
+    add_options(parser, check)
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError if the run file is of a fine-tuning."""
+    if config.finetuning.kind != "none":
+        raise ConfigError(
+            f"finetuning.kind = {config.finetuning.kind!r} is for `hpcllm finetune`, which takes the same options; "
+            "valid for train: 'none'"
+        )
+
+
+def add_options(parser: argparse.ArgumentParser, check: Callable[[Config], None]) -> None:
+    """Add the options that train and finetune share. check: raises ConfigError for a run file of the other one."""
+    parser.set_defaults(check=check)
     add_run_file(parser)
     parser.add_argument("--restart", action="store_true", help="begin at step 0; the old run folder is renamed")
     parser.add_argument("--report", action="store_true", help="write the page of the run once it is finished")
@@ -32,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train; or with --dry-run check what train checks, with --is-finished look for its end. Raises UserError."""
+    """Train; or with --dry-run check what it checks, with --is-finished look for its end. Raises UserError."""
     if arguments.is_finished:
         if arguments.dry_run or arguments.ranks is not None:
             raise ConfigError("--is-finished only looks into the run folder; it does not go with --dry-run or --ranks")
@@ -49,8 +66,12 @@ def run(arguments: argparse.Namespace) -> int:
         from hpcllm.config import schema as config
         from hpcllm.mpi.collective_errors import on_root
 
-        tables = on_root(world, lambda: config.to_tables(config.load(arguments.run, arguments.overrides)))
-        checked = config.from_tables(tables)
+        def load() -> dict[str, dict[str, Any]]:
+            found = config.load(arguments.run, arguments.overrides)
+            arguments.check(found)
+            return config.to_tables(found)
+
+        checked = config.from_tables(on_root(world, load))
         from hpcllm.mpi.wait import job_waits
 
         job_waits.limit_s = checked.limits.stall_s
@@ -59,12 +80,13 @@ def run(arguments: argparse.Namespace) -> int:
 
         on_root(world, lambda: check_launch(checked, world.size))
         with quick_imports():  # torch: seconds and thousands of files, so only for a launch that can be right
+            from hpcllm.finetuning.preferences import objective_of
             from hpcllm.preflight.examination import start
             from hpcllm.training.loop import train as run
 
         start(world, checked.run.device, checked.limits.stall_s)
         with contextlib.redirect_stdout(sys.stderr if is_json_alone(arguments) else sys.stdout):
-            summary = run(checked, world, signals, arguments.restart, arguments.wide)
+            summary = run(checked, world, signals, arguments.restart, arguments.wide, objective_of(checked))
         if world.rank == 0:
             # not folded: its commands are to be copied
             show(arguments, summary.as_dict(), ["", summary.text()], wide=True)

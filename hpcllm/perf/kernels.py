@@ -29,6 +29,7 @@ from torch.nn import functional
 
 from hpcllm.config.schema import ModelConfig
 from hpcllm.model.attention import apply_rotary, rotary_table
+from hpcllm.model.gradient_sums import add_product
 from hpcllm.model.loss import cross_entropy_sum
 from hpcllm.model.transformer import norm, normed
 from hpcllm.plan.time.kernel_times import ORIENTATIONS
@@ -152,8 +153,11 @@ def _product_tflops(bench: Bench, orientation: str, m: int, n: int, k: int) -> f
         if orientation == "forward":
             x, w = bench.random(m, k), bench.random(n, k)
             return lambda: functional.linear(x, w)
-        left = bench.random(k, m).t() if orientation == "weight" else bench.random(m, k)
         right = bench.random(k, n)
+        if orientation == "weight":
+            left, total = bench.random(k, m).t(), bench.random(m, n).float()
+            return lambda: add_product(total, left, right, begun=True)
+        left = bench.random(m, k)
         return lambda: left @ right
 
     return 2e-12 * m * n * k / bench.seconds(make, (m * k + n * k + m * n) * bench.dtype.itemsize)

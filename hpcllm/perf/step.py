@@ -23,6 +23,7 @@ from hpcllm.collectives import group_of
 from hpcllm.config import schema as configs
 from hpcllm.config.schema import Config
 from hpcllm.errors import ConfigError
+from hpcllm.finetuning.preferences import objective_of
 from hpcllm.mpi.collective_errors import on_root
 from hpcllm.perf import calibrate
 from hpcllm.system.device import synchronize
@@ -49,7 +50,8 @@ def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
 def measure(config: Config, policies: Sequence[str], steps: int, warmup: int, comm: MPI.Intracomm) -> list[Any]:
     """One record a policy; times are those of the slowest rank. Collective over comm."""
     with ExitStack() as stack:
-        runs = [stack.enter_context(open_run(_with_policy(config, policy), comm)) for policy in policies]
+        each = [_with_policy(config, policy) for policy in policies]
+        runs = [stack.enter_context(open_run(one, comm, objective_of(one))) for one in each]
         times: list[list[float]] = [[] for _ in runs]
         traffic = [run.traffic() for run in runs]
         for number in range(warmup + steps):

@@ -27,6 +27,7 @@ from hpcllm.preflight.findings import (
     ranks_a_node,
     without,
 )
+from hpcllm.system.device import ALLOCATOR
 from hpcllm.system.hardware.node import Hardware
 from hpcllm.system.hardware.pci_devices import RDMA
 from hpcllm.system.slurm import nodes_text
@@ -215,6 +216,25 @@ def unaware(allocation: Allocation, kind: Kind) -> Iterator[Fault]:
         yield _between_nodes(allocation), what, off, "export MPICH_GPU_SUPPORT_ENABLED=1"
 
 
+def segments(allocation: Allocation, kind: Kind) -> Iterator[Fault]:
+    """PyTorch's expandable segments, mapped page by page: no process can open such memory of another's by a handle."""
+    if allocation.size == 1:
+        return
+    for name in ALLOCATOR:
+        ranks = enumerate(kind.facts.ranks)
+        if bad := [place for place, rank in ranks if rank.device and expands(rank.variable(name))]:
+            what = f"{name} has expandable_segments: MPI (UCX, IPC) cannot map such device memory into another process"
+            fix = f"leave it out of {name}; or communication.gpu_aware = 'no', for messages through the host"
+            yield "slow", what, bad, fix
+
+
+def expands(setting: str) -> bool:
+    """True if this text for PyTorch's allocator turns expandable segments on; of several words the last one counts."""
+    words = [word.strip().lower().partition(":") for word in setting.split(",")]
+    values = [value.strip() for key, _, value in words if key.strip() == "expandable_segments"]
+    return values[-1:] == ["true"]
+
+
 def variables(_: Allocation, kind: Kind) -> Iterator[Fault]:
     """Settings that harm; those of RCCL, which hpcllm does not use, may harm MPI."""
     ranks, everyone = kind.facts.ranks, range(len(kind.facts.ranks))
@@ -272,7 +292,7 @@ CHECKS: tuple[Callable[[Allocation], Iterator[Finding]], ...] = (
     one_job, odd, uneven, twins, shared_memory, clocks, busy, versions, threads,
 )  # fmt: skip
 NODE_CHECKS: tuple[Callable[[Allocation, Kind], Iterator[Fault]], ...] = (
-    *placement.CHECKS, wheel, unaware, variables, locked_memory, open_files, cards_down, unknown,
+    *placement.CHECKS, wheel, unaware, segments, variables, locked_memory, open_files, cards_down, unknown,
 )  # fmt: skip
 
 

@@ -40,17 +40,18 @@ from hpcllm.mpi.gpu_aware import mpi_libraries
 from hpcllm.mpi.wait import Waits, name_members
 from hpcllm.preflight.facts import Allocation, Device, Gauges, Library, Node, NodeFacts, RankFacts
 from hpcllm.system import device
-from hpcllm.system.device import VISIBILITY
+from hpcllm.system.device import ALLOCATOR, VISIBILITY
 from hpcllm.system.hardware.node import allowed_cores, find_free_memory, find_hardware, node_name
 from hpcllm.system.hardware.pci_devices import numa_of_pci
-from hpcllm.system.job import launched_ranks, launcher
+from hpcllm.system.job import keep_freed_memory, launched_ranks, launcher
+from hpcllm.system.nvml import takes_one_process
 
 THREADS = {getattr(MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
 # those that checks read
 VARIABLES = (
     "OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "SLURM_JOB_NUM_NODES", "CRAYPE_VERSION",
     "MPICH_GPU_SUPPORT_ENABLED", "MPICH_OFI_NIC_POLICY", "FI_MR_CACHE_MONITOR", "FI_CXI_RDZV_PROTO", "NCCL_NET_PLUGIN",
-    "HUGETLB_DEFAULT_PAGE_SIZE", "CXI_FORK_SAFE", *VISIBILITY,
+    "HUGETLB_DEFAULT_PAGE_SIZE", "CXI_FORK_SAFE", *VISIBILITY, *ALLOCATOR,
 )  # fmt: skip
 PACKAGES = ("torch", "numpy", "mpi4py", "h5py", "numba")
 TAG = 32701
@@ -113,6 +114,7 @@ def _rank_facts(wanted: str, node_rank: int) -> RankFacts:
         software=(("python", platform.python_version()), ("hpcllm", hpcllm.__version__), *versions),
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        freed_memory=keep_freed_memory(),  # as the start of a job does; once more changes nothing
         fault="; ".join(faults),
     )
 
@@ -178,6 +180,7 @@ def _device_facts(chosen: torch.device) -> Device:
         identity=device.device_identity(found, os.environ),
         numa=numa_of_pci(found.address),
         unfit=_unfit(chosen),
+        one_process=bool(found.address) and takes_one_process(found.address),
     )
 
 

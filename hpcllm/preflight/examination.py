@@ -24,13 +24,15 @@ from hpcllm.config.schema import Config
 from hpcllm.errors import HpcllmError
 from hpcllm.mpi.collective_errors import on_root
 from hpcllm.mpi.gpu_aware import DeviceAccess, gpu_aware
+from hpcllm.mpi.gpu_aware_marker import GPU_AWARE_MPI
 from hpcllm.mpi.wait import Waits, job_waits
 from hpcllm.mpi.watchdog import open_watchdog
+from hpcllm.plan.rank_order.traffic import staged_text
 from hpcllm.preflight import bandwidth, codec_test, matrix, storage
 from hpcllm.preflight.checks import check
 from hpcllm.preflight.collect import Communicators, facts_of_all, find_allocation, open_communicators, source_hash
 from hpcllm.preflight.facts import Allocation
-from hpcllm.preflight.findings import Finding, Severity, everywhere, merged
+from hpcllm.preflight.findings import Finding, everywhere, merged
 from hpcllm.preflight.page import Measured, Page, one_line
 from hpcllm.preflight.run_file import examine, nearest, unreadable, unwritable
 from hpcllm.system import device
@@ -88,7 +90,7 @@ def _examine(comms: Communicators, config: Config | None, quick: bool) -> Page |
     allocation = find_allocation(comms, mine, source_hash() if comms.leads else "", busy)
     chosen = device.choose_device(wanted, device.local_rank(comms.node.rank))
     run = _run_file(comms, config, allocation) if config else None
-    measured = [] if quick else _measure(comms, chosen, config, allocation)
+    measured = [] if quick else _measure(comms, chosen, config, allocation, run)
     if not allocation:
         return None
     job, findings = _job()
@@ -111,7 +113,11 @@ def _others(comms: Communicators) -> float:
 
 
 def _measure(
-    comms: Communicators, chosen: torch.device, config: Config | None, allocation: Allocation | None
+    comms: Communicators,
+    chosen: torch.device,
+    config: Config | None,
+    allocation: Allocation | None,
+    run: Measured | None,
 ) -> list[Measured]:
     """Measure all there is to measure. Collective over comms.world.
 
@@ -148,21 +154,18 @@ def _measure(
     measured += measure(
         f"codecs, at most {codec_test.BUDGET_S:g} s", lambda: [codec_test.measure(comms, chosen, allocation)]
     )
-    judged = _judged(reach, allocation) if reach and allocation else None
+    judged = _judged(reach, allocation, run) if reach and allocation else None
     return [*([judged] if judged else []), *measured]
 
 
-def _judged(reach: DeviceAccess, allocation: Allocation) -> Measured:
-    """Result of the trial in which MPI reads device memory, as a measurement."""
+def _judged(reach: DeviceAccess, allocation: Allocation, run: Measured | None) -> Measured:
+    """Result of the trial in which MPI reads device memory, as a measurement. run: what the run file asks for."""
     findings = []
-    if not reach.direct:
-        severity: Severity = "slow" if len(allocation.nodes) > 1 else "note"
+    if not reach.direct and allocation.size > 1:
         what = f"MPI cannot read device memory, each message is copied to the host: {reach.why}"
-        fix = (
-            "an MPI built for the GPUs: Cray MPICH with MPICH_GPU_SUPPORT_ENABLED=1 and mpi4py linked to libmpi_gtl_*, "
-            "Open MPI or MPICH built with CUDA or ROCm"
-        )
-        findings.append(Finding(severity, what, everywhere(allocation), fix))
+        if run and "staged_s" in run.facts and len(allocation.nodes) == 1:
+            what = f"{staged_text(run.facts['staged_s'])}: {reach.why}"
+        findings.append(Finding("slow", what, everywhere(allocation), GPU_AWARE_MPI))
     text = f"{'MPI reads it' if reach.direct else 'through the host'}: {reach.why}"
     return Measured("device memory", text, {"direct": reach.direct, "why": reach.why}, findings)
 

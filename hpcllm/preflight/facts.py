@@ -23,6 +23,7 @@ class Device(DeviceFacts):
     identity: str  # two ranks of a node that have the same share a device
     numa: int | None  # domain it is near to
     unfit: str = ""  # why this PyTorch cannot use it
+    one_process: bool = False  # its driver lets one process at a time have it (compute mode EXCLUSIVE_PROCESS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ class RankFacts:
     software: tuple[tuple[str, str], ...] = ()  # name -> version
     open_files: int = 1 << 20  # it may have open at once
     locked_bytes: int = 1 << 62  # it may lock in memory
+    freed_memory: str = ""  # whether the process keeps it, in words
     fault: str = ""  # what could not be found out, and why
 
     def variable(self, name: str) -> str:

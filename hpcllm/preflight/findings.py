@@ -102,7 +102,8 @@ def all_ranks_one_job(allocation: Allocation) -> str:
 
 def one_device_each(allocation: Allocation) -> str:
     if allocation.launcher == "slurm":
-        return "srun --gpus-per-task=1 --gpu-bind=closest, or leave all devices visible to all ranks of a node"
+        each = "jobscripts/common/one_device.sh before the command gives each rank its own"
+        return f"srun --gpu-bind=none leaves all devices visible to all ranks of a node; {each}"
     if allocation.launcher == "flux":
         return "flux run --gpus-per-task=1 --setopt=gpu-affinity=per-task"
     return "leave all devices visible to all ranks of a node: unset CUDA_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES"

@@ -122,6 +122,8 @@ def _software(allocation: Allocation) -> list[tuple[str, str]]:
         ("MPI", library_text(first.library)),
         ("device", first.device.name if first.device else f"the CPU: {first.no_device}"),
     ]
+    if first.freed_memory:
+        rows.append(("freed memory", first.freed_memory))
     if first.environment:
         rows.append(("variables", " ".join(f"{name}={value}" for name, value in first.environment)))
     return rows

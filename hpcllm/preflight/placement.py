@@ -137,6 +137,20 @@ def shared(allocation: Allocation, kind: Kind) -> Iterator[Fault]:
             yield "slow", f"{len(places)} ranks share the device {identity.strip()}", places, fix
 
 
+def one_process(allocation: Allocation, kind: Kind) -> Iterator[Fault]:
+    """Ranks that share a device whose driver lets one process have it: by MPS they may, else all but one fail."""
+    users: dict[str, list[int]] = {}
+    for place, facts in enumerate(kind.facts.ranks):
+        if facts.device and facts.device.one_process:
+            users.setdefault(facts.device.identity, []).append(place)
+    for identity, places in users.items():
+        if len(places) > 1:
+            works = not any(facts.device and facts.device.unfit for facts in kind.facts.ranks)
+            what = f"{len(places)} ranks share the device {identity.strip()}, in the compute mode EXCLUSIVE_PROCESS"
+            fix = f"{one_device_each(allocation)}; or NVIDIA's MPS; or nvidia-smi --compute-mode=DEFAULT, by the site"
+            yield "note" if works else "breaks", what, places, fix
+
+
 def idle(allocation: Allocation, kind: Kind) -> Iterator[Fault]:
     """Devices of a node that no rank takes."""
     used = {facts.device.identity for facts in kind.facts.ranks if facts.device}
@@ -217,5 +231,6 @@ def _was_given(facts: RankFacts) -> bool:
 
 
 CHECKS = (
-    crowded, quota, overlapping, idle_cores, threads, far_cores, across_domains, shared, idle, unseen, unfit,
+    crowded, quota, overlapping, idle_cores, threads, far_cores, across_domains, shared, one_process, idle, unseen,
+    unfit,
 )  # fmt: skip

@@ -23,6 +23,7 @@ from hpcllm.mpi.mesh_axes import coordinates
 from hpcllm.mpi.rank_names import name_ranks
 from hpcllm.plan.memory.predict import ITEM_BYTES, predict
 from hpcllm.plan.memory.sizes import RankMemory
+from hpcllm.plan.rank_order.traffic import staged_s
 from hpcllm.plan.resolve import resolve
 from hpcllm.preflight.collect import Communicators
 from hpcllm.preflight.facts import Allocation, Node
@@ -57,7 +58,7 @@ def examine(config: Config, allocation: Allocation) -> Measured:
     text = f"dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, {size_text(largest)} of tensors a rank at most (predicted)"
     findings = [*_memory(of_ranks, allocation), *_shared(config, of_ranks, places, allocation)]
     findings += [*_disk(config), *_requeue(config)]
-    return Measured("run file", text, {}, findings)
+    return Measured("run file", text, {"staged_s": staged_s(config, schedule.placement)}, findings)
 
 
 def unreadable(comms: Communicators, path: Path, what: str) -> list[Finding]:

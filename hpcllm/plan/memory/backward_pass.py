@@ -1,9 +1,10 @@
 """Count the bytes that the backward pass of a microbatch through a chunk takes, while what was kept goes, line by line.
 
-    whole        gradients come, block by block from the last, those of weights until they are added to their sums;
-                 what the forward pass kept goes                                                -> nothing left
+    whole        gradients come, block by block from the last, those of weights in their sums; what the forward pass
+                 kept goes                                                                      -> nothing left
     two halves   what the weight gradients need stays: outputs' gradients, what layers read     -> left for W
 
+A weight's gradient is a tensor of its own for a moment where products of 16 bit have no result of 32 bits: on CPUs.
 Functions follow those of forward_pass.py, from the other end.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpcllm.model.shapes import StageSpan
-from hpcllm.plan.memory.forward_pass import block, core, forward, head_keeps_input, norm, norm_keeps, unkept
+from hpcllm.plan.memory.forward_pass import block, core, forward, norm, norm_keeps, strip, unkept
 from hpcllm.plan.memory.sizes import Ledger, Sizes, Use
 
 
@@ -22,14 +23,15 @@ def backward(s: Sizes, span: StageSpan) -> Use:
     Neither the gradient of the output nor that of the input counts, if others make or take it.
     """
     ledger = Ledger()
-    held = _head_backward(ledger, s, span) if span.has_head else 0
+    if span.has_head:
+        _head_backward(ledger, s)
     for number in reversed(range(span.first_block, span.last_block)):
         is_last = number == span.last_block - 1 and not span.has_head
         _block_backward(ledger, s, gradient_counts=not is_last)
-        if s.keeps_input and (number > span.first_block or span.has_embedding):
+        if number > span.first_block or span.has_embedding:
             ledger.drop(s.residual)
     if span.has_embedding:
-        _embedding_backward(ledger, s, held)
+        _embedding_backward(ledger, s)
     ledger.drop(s.residual)
     return ledger.use()
 
@@ -41,43 +43,30 @@ def second_half(s: Sizes, span: StageSpan) -> Use:
     return Use(largest if s.item_bytes < 4 else 0, -left)
 
 
-def _head_backward(ledger: Ledger, s: Sizes, span: StageSpan) -> int:
-    """Count the head, which leaves the gradient of the last block's output.
-
-    Returns the bytes that are held until the embedding's gradient is there.
-    """
+def _head_backward(ledger: Ledger, s: Sizes) -> None:
+    """Count the head, which leaves the gradient of the last block's output."""
     scores, table = s.tokens * s.vocabulary, s.weights(s.vocabulary)
-    is_both = s.model.tied and span.has_embedding
     if s.loss_tokens:
         _pieces_backward(ledger, s)
-        held = table if is_both else 0
-        ledger.drop(table - held)
         _norm_backward(ledger, s, norm_keeps(s))
     else:
-        if s.item_bytes < 4:
-            ledger.take(scores * s.item_bytes)
-            ledger.drop(4 * scores)
-        held = table if is_both and not s.split else 0
-        _columns_backward(ledger, s, [scores * s.item_bytes], [table], held)
-    if head_keeps_input(s):
-        ledger.drop(s.residual)
-    return held
+        ledger.take(strip(s, scores))
+        ledger.drop(strip(s, scores))
+        _columns_backward(ledger, s, [scores * s.item_bytes], [table])
+    ledger.drop(s.residual)  # what the norm read
 
 
 def _pieces_backward(ledger: Ledger, s: Sizes) -> None:
-    """Count a loss in pieces, which leaves the gradients of the norm's result and of the table."""
+    """Count a loss in pieces, which leaves the gradient of the norm's result."""
     table, narrow = s.weights(s.vocabulary), s.item_bytes < 4
     piece = min(s.loss_tokens, s.tokens) * s.vocabulary
     of_x = s.gathered or s.residual
-    ledger.take(s.gathered, of_x, s.as_float32(table))
-    ledger.take(4 * piece, piece * s.item_bytes if narrow else 0, table if narrow else 0)
-    ledger.drop(4 * piece, piece * s.item_bytes if narrow else 0, table if narrow else 0)
+    ledger.take(s.gathered, of_x)
+    ledger.take(piece * s.item_bytes, max(strip(s, piece), table if narrow else 0))
+    ledger.drop(piece * s.item_bytes, max(strip(s, piece), table if narrow else 0))
     if s.gathered:
         ledger.take(s.residual)
         ledger.drop(of_x)
-    if narrow:
-        ledger.take(table)
-        ledger.drop(s.as_float32(table))
     ledger.drop(s.gathered, s.residual)  # the norm's result
 
 
@@ -100,8 +89,7 @@ def _kept_block_backward(ledger: Ledger, s: Sizes, gradient_counts: bool) -> Non
         _add(ledger, s, keeps_one=noted or not gradient_counts)
         _add(ledger, s)
         return
-    if s.keeps_input:
-        ledger.drop(s.residual)  # the sum in between
+    ledger.drop(s.residual)  # the sum in between
     _add(ledger, s, keeps_one=noted or not gradient_counts)
     _attention_backward(ledger, s)
     _add(ledger, s, keeps_one=noted)
@@ -122,7 +110,7 @@ def _attention_backward(ledger: Ledger, s: Sizes) -> None:
     made = core(ledger, s) if recompute else core(Ledger(), s)
     _rows_backward(ledger, s, q, tables[0])
     if not recompute:
-        _rows_done(ledger, s, tables[0])
+        _rows_done(ledger, s)
     result = q if s.split else 2 * q  # its gradient, and itself
     ledger.take(q, k, k)
     ledger.drop(made)
@@ -130,12 +118,12 @@ def _attention_backward(ledger: Ledger, s: Sizes) -> None:
         ledger.drop(result, q + 2 * k - unkept(s))
     if s.model.positions == "rotary":
         rotated = q * s.model.turned_channels // s.model.head_dim
-        more = (2 if s.item_bytes == 4 else 5) * rotated
+        more = q + (s.as_float32(rotated) if s.item_bytes < 4 else 0)
         ledger.take(more)
         ledger.drop(more)
     if recompute:
         ledger.drop(result, q + 2 * k)
-        _rows_done(ledger, s, tables[0])
+        _rows_done(ledger, s)
     _columns_backward(ledger, s, [q, k, k], tables)
 
 
@@ -148,7 +136,7 @@ def _feed_forward_backward(ledger: Ledger, s: Sizes) -> None:
         ledger.take(s.ffn, s.ffn * gated)
     _rows_backward(ledger, s, s.ffn, table)
     if not recompute:
-        _rows_done(ledger, s, table)
+        _rows_done(ledger, s)
         ledger.drop(0 if s.split else s.ffn)
     ledger.take(s.ffn, s.ffn * gated)
     if gated and not recompute:
@@ -159,50 +147,45 @@ def _feed_forward_backward(ledger: Ledger, s: Sizes) -> None:
         ledger.drop(s.ffn)
     ledger.drop(s.ffn, 2 * s.ffn * gated)  # what the activation function read, and the factor that it made
     if recompute:
-        _rows_done(ledger, s, table)
+        _rows_done(ledger, s)
         ledger.drop(0 if s.split else s.ffn)
     _columns_backward(ledger, s, [s.ffn] * (1 + gated), [table] * (1 + gated))
 
 
 def _rows_backward(ledger: Ledger, s: Sizes, inputs: int, table: int) -> None:
-    """Count a layer whose input is split over tp: the input's gradient comes, the result's and weight's are there."""
-    ledger.take(s.gathered, inputs, 0 if s.split else table)
+    """Count a layer whose input is split over tp: the input's gradient comes, that of the result is there."""
+    ledger.take(s.gathered, inputs)
+    _weight_gradient(ledger, s, table)
 
 
-def _rows_done(ledger: Ledger, s: Sizes, table: int) -> None:
+def _rows_done(ledger: Ledger, s: Sizes) -> None:
     if not s.split:
-        ledger.drop(s.gathered, table)
+        ledger.drop(s.gathered)
 
 
-def _columns_backward(ledger: Ledger, s: Sizes, gradients: list[int], tables: list[int], held: int = 0) -> None:
-    """Count layers that read one tensor: gradients of outputs become that of the norm's input.
+def _weight_gradient(ledger: Ledger, s: Sizes, table: int) -> None:
+    """Count a weight's gradient, if it is a tensor before it is added to its sum, and not left for the second half."""
+    made = table if s.item_bytes < 4 and not s.split else 0
+    ledger.take(made)
+    ledger.drop(made)
 
-    held: bytes of the tables' gradients that stay.
-    """
-    kept, made = norm_keeps(s), 0 if s.split else sum(tables)
-    if not s.joint:
-        for number, (gradient, table) in enumerate(zip(gradients, tables, strict=True)):
-            ledger.take(s.residual, table if made else 0)
-            ledger.drop(table + gradient if made else 0)
-            if number:
-                _add(ledger, s)
-        ledger.drop(s.residual if made else 0)  # what the layers read
-        ledger.now += held
-        _norm_backward(ledger, s, kept)
-        return
+
+def _columns_backward(ledger: Ledger, s: Sizes, gradients: list[int], tables: list[int]) -> None:
+    """Count layers that read one tensor: gradients of outputs become that of the norm's input."""
+    kept = norm_keeps(s)
     if s.recomputes:
         norm(ledger, s, graph=True)
     ledger.take(s.gathered, s.gathered or s.residual)
     if s.gathered:
         ledger.take(s.residual)
-    ledger.take(made)
+    _weight_gradient(ledger, s, max(tables))
     if s.recomputes:
         _norm_backward(ledger, s, kept, stays=True)
     ledger.drop(s.gathered)  # the sum over tp, of which this rank has its part
     if s.split:
         ledger.drop(s.residual if s.gathered else 0)
     else:
-        ledger.drop(s.gathered, s.residual, made - held, *gradients)
+        ledger.drop(s.gathered, s.residual, *gradients)
     if not s.recomputes:
         _norm_backward(ledger, s, kept)
 
@@ -217,25 +200,23 @@ def _norm_backward(ledger: Ledger, s: Sizes, kept: int, stays: bool = False) -> 
         ledger.take(s.residual)
         ledger.drop(s.residual)
     else:
-        more = 3 * wide + s.residual * ((s.item_bytes < 4) + stays)  # the float32 copies were given back by then
+        narrow = s.item_bytes < 4
+        more = wide + s.residual * stays + 2 * wide * narrow  # products; as float32 the gradient, and x
         ledger.take(more)
         ledger.drop(more)
     ledger.drop(kept)
 
 
-def _embedding_backward(ledger: Ledger, s: Sizes, held: int) -> None:
-    """Count the embedding. held: the head's gradient of a table that is both ends of the chunk, which waits."""
-    table = s.weights(s.vocabulary)
+def _embedding_backward(ledger: Ledger, s: Sizes) -> None:
+    """Count the embedding, whose rows are added to the table's sum as float32."""
+    wide = s.as_float32(s.gathered or s.residual) if s.item_bytes < 4 else 0
     if s.model.positions == "learned":
         rows = (s.sequence // s.parts, s.model.max_sequence)  # their gradient, then laid into all of the table
         ledger.take(*(s.weights(n) for n in rows))
         ledger.drop(*(s.weights(n) for n in rows))
     if s.tp > 1:
         ledger.take(s.gathered, s.gathered or s.residual)
-    ledger.take(table)
-    if held:
-        ledger.take(table)
-        ledger.drop(table, held)
+    ledger.take(wide)
+    ledger.drop(wide)
     if s.tp > 1:
         ledger.drop(s.gathered, s.gathered or s.residual)
-    ledger.drop(table)

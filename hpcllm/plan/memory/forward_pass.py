@@ -6,8 +6,7 @@
     ^                                                                                                       "full"
 
 Each function stands for a piece of model/, and takes and drops tensors in the order in which that does. Linear layers
-go through their passes in three ways (model/linear.py): PyTorch's own; with weight gradients that come later; all that
-read one tensor as one operation, over tp and with "selective", where that tensor is recomputed.
+that read one tensor are one operation (model/linear.py); with "selective" it recomputes that tensor.
 
 Not counted: a few numbers a token of the loss, and what one operation of PyTorch takes inside.
 """
@@ -16,6 +15,8 @@ from __future__ import annotations
 
 from hpcllm.model.shapes import StageSpan
 from hpcllm.plan.memory.sizes import Ledger, Sizes, Use
+
+STRIP_VALUES = 1 << 18  # as model/loss.py, which imports torch, has it for CPUs
 
 
 def forward(s: Sizes, span: StageSpan) -> Use:
@@ -26,10 +27,8 @@ def forward(s: Sizes, span: StageSpan) -> Use:
     ledger = Ledger()
     if span.has_embedding:
         _embedding(ledger, s)
-    for number in range(span.first_block, span.last_block):
+    for _ in range(span.first_block, span.last_block):
         block(ledger, s, graph=True)
-        if not s.keeps_input and (number > span.first_block or span.has_embedding):
-            ledger.drop(s.residual)
     if span.has_head:
         _head(ledger, s)
     else:
@@ -55,7 +54,7 @@ def block(ledger: Ledger, s: Sizes, graph: bool) -> None:
     _feed_forward(ledger, s, graph)
     ledger.take(s.residual)
     ledger.drop(s.residual)
-    if not graph or is_parallel or not s.keeps_input:
+    if not graph or is_parallel:
         ledger.drop(s.residual)  # the sum in between
 
 
@@ -108,12 +107,9 @@ def unkept(s: Sizes) -> int:
 def _rotate(ledger: Ledger, s: Sizes, size: int) -> None:
     """Count rotary positions: the rotated tensor behind the one that was read; products in float32."""
     rotated = size * s.model.turned_channels // s.model.head_dim
-    wide = s.as_float32(rotated)
-    ledger.take(wide, rotated if s.item_bytes == 4 else wide, wide)
-    ledger.drop(wide, rotated if s.item_bytes == 4 else wide)
-    if s.item_bytes < 4 or rotated < size:
-        ledger.take(size)
-        ledger.drop(wide)
+    wide = s.as_float32(rotated) if s.item_bytes < 4 else 0  # of one half, and of the other
+    ledger.take(size, wide)
+    ledger.drop(wide)
 
 
 def _rows(ledger: Ledger, s: Sizes, inputs: int) -> None:
@@ -141,12 +137,9 @@ def norm(ledger: Ledger, s: Sizes, graph: bool) -> int:
         kept = 2 * row
         ledger.take(kept, s.residual)
     else:
-        copy = wide if s.item_bytes < 4 else 0
-        kept = copy + wide + row
-        ledger.take(copy, row, wide, wide)  # the square, of which the mean is taken, and x / root
-        ledger.drop(wide)
-        ledger.take(wide)
-        if copy:
+        kept = row
+        ledger.take(row, wide)
+        if s.item_bytes < 4:
             ledger.take(s.residual)
             ledger.drop(wide)
     if not graph:
@@ -165,19 +158,15 @@ def _head(ledger: Ledger, s: Sizes) -> None:
     ledger.take(s.gathered)
     if s.loss_tokens:
         piece = min(s.loss_tokens, s.tokens) * s.vocabulary
-        ledger.take(piece * s.item_bytes, 4 * piece if s.item_bytes < 4 else 0)
-        ledger.drop(piece * s.item_bytes, 4 * piece if s.item_bytes < 4 else 0, s.gathered)
+        ledger.take(piece * s.item_bytes, strip(s, piece))
+        ledger.drop(piece * s.item_bytes, strip(s, piece), s.gathered)
     else:
         ledger.take(scores * s.item_bytes)
         ledger.drop(s.gathered, s.residual if s.recomputes else 0)
-        wide = 4 * scores if s.item_bytes < 4 else 0
-        ledger.take(wide, 4 * scores)  # log of the softmax, which stays
-        ledger.drop(wide, scores * s.item_bytes)
-    if not head_keeps_input(s):
-        ledger.drop(s.residual)
+        ledger.take(strip(s, scores))
+        ledger.drop(strip(s, scores))
 
 
-def head_keeps_input(s: Sizes) -> bool:
-    """Return True if the head's norm keeps its input, as Sizes.keeps_input; the head is never recomputed as a whole."""
-    recomputes = s.recomputes and not s.loss_tokens
-    return recomputes or s.item_bytes == 4 or s.model.norm == "layernorm"
+def strip(s: Sizes, scores: int) -> int:
+    """Return the bytes of the scores that the loss has as float32 at once."""
+    return 4 * max(s.vocabulary, min(scores, STRIP_VALUES // s.vocabulary * s.vocabulary)) if s.item_bytes < 4 else 0

@@ -1,6 +1,7 @@
 """Predict what each rank of a run of our trainer holds, in bytes, before it is started; or bound it from below.
 
-    parameters    weights in the type of compute         n b       n elements a rank, of b bytes
+    parameters    weights in the type of compute         n b       n elements a rank, of b bytes; with adapters n is
+                                                                   theirs, and the frozen weights come on top
     gradients     sums in float32                        4 n
     optimizer     two moments, masters where kept        8 n + 4 n
     activations   the most that a step has at once       once through the actions of the schedule
@@ -32,8 +33,8 @@ from typing import TypeVar
 
 from hpcllm.codecs.names import parse_name
 from hpcllm.config.policies import FEEDBACK, is_exact
-from hpcllm.config.schema import Config, DataConfig, PipelineConfig, traffic_codecs
-from hpcllm.model.shapes import StageSpan, shard_of, split_dim, split_sizes
+from hpcllm.config.schema import GROUP, Config, DataConfig, PipelineConfig, traffic_codecs
+from hpcllm.model.shapes import BASE_BITS, StageSpan, is_adapter, parameter_shapes, shard_of, split_dim, split_sizes
 from hpcllm.optim.flat_buffers import FlatBuffer, Traits, lay_out
 from hpcllm.pipeline.actions import Op
 from hpcllm.pipeline.schedules import Schedule
@@ -64,6 +65,7 @@ def predict(config: Config, schedule: Schedule, pp_rank: int, tp_rank: int = 0) 
         for chunk, (each, stage) in enumerate(zip(sizes, stages, strict=True))
     ]
     activations = target_bytes(config) + peak(points_of(schedule, pp_rank), uses, sizes[0].residual)
+    activations += _whole_again_bytes(config)
     return replace(between_passes(config, tuple(spans[stage] for stage in stages), tp_rank), activations=activations)
 
 
@@ -153,18 +155,47 @@ def _held_by_first_rank(layout: Layout, microbatches: int) -> int:
 @lru_cache(maxsize=1 << 12)
 def between_passes(config: Config, spans: tuple[StageSpan, ...], tp_rank: int = 0) -> RankMemory:
     """Predict all but activations, for ranks that have these parts of the model."""
-    sizes = split_sizes(config.model, spans, config.mesh.tp, tp_rank)
+    sizes = split_sizes(config.model, spans, config.mesh.tp, tp_rank, config.finetuning.adapter)
     n, item_bytes = sum(sizes.values()), ITEM_BYTES[config.precision.compute]
     share = math.ceil(n / config.mesh.dp)
     parameters, gradients, optimizer = state_bytes(n, share, config.optimizer.shard, item_bytes, _keeps_master(config))
     return RankMemory(
-        parameters=parameters,
+        parameters=parameters + _frozen_bytes(config, spans, tp_rank),
         gradients=gradients,
         optimizer=optimizer,
         activations=0,
         buffers=_buffers(config, sizes) + _residual(config, sizes),
         checkpoint=_checkpoint(config, sizes, any(span.has_embedding for span in spans), tp_rank),
     )
+
+
+def _frozen_bytes(config: Config, spans: tuple[StageSpan, ...], tp_rank: int) -> int:
+    """Return the bytes of the weights that adapters leave as they are; 0 where all weights are trained."""
+    adapter, item_bytes = config.finetuning.adapter, ITEM_BYTES[config.precision.compute]
+    shapes = {name: shape for span in spans for name, shape in parameter_shapes(config.model, span).items()}
+    total = 0
+    for name, shape in shapes.items() if adapter.rank else ():
+        local = shard_of(name, shape, tp_rank, config.mesh.tp)[1]
+        is_linear = name.startswith("blocks.") and len(shape) == 2
+        if is_linear and adapter.base in BASE_BITS:
+            padded = local[0] * GROUP * math.ceil(local[1] / GROUP)
+            total += int(padded * parse_name(f"{adapter.base}:{GROUP}").bits(0) / 8)
+        else:
+            total += math.prod(local) * (2 if is_linear and adapter.base == "bf16" else item_bytes)
+    return total
+
+
+def _whole_again_bytes(config: Config) -> int:
+    """Return the bytes of the largest frozen weight that is made whole for a product; 0 where they are as they compute.
+
+    Each is freed before the next; of joint layers too.
+    """
+    held, compute = config.finetuning.adapter.base, config.precision.compute
+    if held in ("compute", compute):
+        return 0
+    shapes = parameter_shapes(config.model, StageSpan(0, 1, False, False))
+    parts = (shard_of(name, shape, 0, config.mesh.tp)[1] for name, shape in shapes.items() if len(shape) == 2)
+    return ITEM_BYTES[compute] * max(rows * GROUP * math.ceil(columns / GROUP) for rows, columns in parts)
 
 
 def state_bytes(n: N, share: N, shard: str, item_bytes: int, keeps_master: bool) -> tuple[N, N, N]:
@@ -190,6 +221,7 @@ def chunk_sizes(config: Config, level: str, tp_rank: int = 0) -> Sizes:
         item_bytes=ITEM_BYTES[config.precision.compute],
         level=level,
         loss_tokens=config.pipeline.loss_tokens,
+        frozen=config.finetuning.adapter.rank > 0,
     )
 
 
@@ -200,8 +232,8 @@ def pass_uses(sizes: Sizes, span: StageSpan) -> PassUses:
 
 
 def target_bytes(config: Config) -> int:
-    """Return the bytes of a step's tokens on a rank, as numbers of 64 bits."""
-    return 8 * config.data.global_batch // config.mesh.dp * config.data.sequence_length
+    """Return the bytes of a step's tokens, targets and positions on a rank, as numbers of 64 bits."""
+    return 24 * config.data.global_batch // config.mesh.dp * config.data.sequence_length
 
 
 def _keeps_master(config: Config) -> bool:
@@ -265,6 +297,7 @@ def _flats(config: Config, sizes: Mapping[str, int]) -> list[FlatBuffer]:
         whole = tp == 1 or split_dim(name) is None
         block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
         unit = block if config.optimizer.shard == "all" else ""
-        return Traits(is_exact(name, communication.exact), whole, whole and config.mesh.sequence_parallel, unit=unit)
+        partial = whole and (config.mesh.sequence_parallel or (tp > 1 and is_adapter(name)))
+        return Traits(is_exact(name, communication.exact), whole, partial, unit=unit)
 
     return lay_out(sizes, traits, communication.bucket_mib * 2**18)

@@ -76,6 +76,7 @@ class Sizes:
     level: str = "none"  # level of recomputation
     split: bool = False  # the backward pass comes in two halves
     loss_tokens: int = 0
+    frozen: bool = False  # weights get no gradient, but for adapters, whose are small
 
     @property
     def tokens(self) -> int:
@@ -90,16 +91,6 @@ class Sizes:
     def recomputes(self) -> bool:
         """True if cheap tensors are recomputed in the backward pass."""
         return self.level == "selective"
-
-    @property
-    def joint(self) -> bool:
-        """True if the linear layers that read one tensor are one operation."""
-        return self.tp > 1 or self.recomputes
-
-    @property
-    def keeps_input(self) -> bool:
-        """True if the input of a norm stays; in 16 bit an RMSNorm keeps a float32 copy in its place."""
-        return self.recomputes or self.level == "full" or self.item_bytes == 4 or self.model.norm == "layernorm"
 
     @property
     def residual(self) -> int:
@@ -142,8 +133,8 @@ class Sizes:
         return size * 4 // self.item_bytes
 
     def weights(self, *outputs: int) -> int:
-        """Return the bytes of the weights of layers that read the residual stream, or write it."""
-        return sum(outputs) * self.model.hidden * self.item_bytes
+        """Return the bytes of the weight gradients of layers that read the residual stream, or write it."""
+        return 0 if self.frozen else sum(outputs) * self.model.hidden * self.item_bytes
 
 
 def layout_sizes(model: Model, layout: Layout) -> Sizes:

@@ -14,12 +14,14 @@ two-step sums of ranks that share a home send more. Left out: words of control, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpcllm.codecs.names import parse_name
+from hpcllm.collectives.assumed_rates import NEAR_GB_S
 from hpcllm.config.policies import FEEDBACK, TRAFFIC, is_exact
 from hpcllm.config.schema import Config, traffic_codecs
 from hpcllm.model.shapes import StageSpan, split_sizes
@@ -29,6 +31,7 @@ from hpcllm.plan.resolve import layer_spans, recompute_levels
 
 Bytes = NDArray[np.float64]
 Homes = NDArray[np.int64]  # (dp, pp, tp): node, or package, of the rank with these coordinates
+PINNED_GB_S = 25.0  # a device and pinned memory of its host, over PCIe 4 x16 or Infinity Fabric: assumed
 ALLREDUCE = 2  # in units of (k - 1) x size; an all-gather and a reduce-scatter are 1
 # over tp, in the same units of a microbatch's hidden states (model/linear.py): plain, sequence parallel
 BLOCK, BLOCK_FORWARD, HEAD, EMBEDDING = (8, 10), (4, 4), (2, 3), (2, 2)
@@ -53,6 +56,23 @@ class Traffic:
         return crossing
 
 
+def staged_s(config: Config, placement: Placement) -> float:
+    """Return the seconds a step of the messages of a rank, on average, where each lies in pinned host memory.
+
+    config, placement: as of step_traffic. All ranks share a node: to the host, to another process, to its device. By
+    assumed rates, and none of it hidden behind the computation. Raises MeshError.
+    """
+    shape = config.mesh.dp, placement.ranks, config.mesh.tp
+    ranks = math.prod(shape)
+    sent = sum(step_traffic(config, placement).crossing(np.arange(ranks).reshape(shape)).values()) / ranks
+    return sent * (2 / PINNED_GB_S + 1 / NEAR_GB_S) / 1e9
+
+
+def staged_text(seconds: float) -> str:
+    """Return for people what staged_s says."""
+    return f"the devices of this node exchange all messages through the host, about {seconds:.2g} s of each step"
+
+
 def _distinct(homes: Homes, axis: int) -> Homes:
     """Count the different homes along an axis."""
     ordered = np.sort(homes, axis)
@@ -67,7 +87,8 @@ def step_traffic(config: Config, placement: Placement) -> Traffic:
         [spans[placement.stage(rank, chunk)] for chunk in range(placement.chunks)] for rank in range(placement.ranks)
     ]
     tp = config.mesh.tp
-    sizes = [[split_sizes(config.model, mine, tp, tp_rank) for tp_rank in range(tp)] for mine in stages]
+    adapter = config.finetuning.adapter
+    sizes = [[split_sizes(config.model, mine, tp, tp_rank, adapter) for tp_rank in range(tp)] for mine in stages]
     return Traffic(
         over_dp={
             "gradients": np.array([[_gradients(config, each) for each in of_tp] for of_tp in sizes]),
@@ -140,7 +161,7 @@ def _tied(config: Config, placement: Placement) -> Bytes:
     """Count the sum over first and last stage of a tied embedding's gradient, or of their shares of it."""
     between = np.zeros((placement.ranks, placement.ranks))
     last = placement.home(placement.stages - 1)[0]
-    if config.model.tied and last != 0:
+    if config.model.tied and last != 0 and not config.finetuning.adapter.rank:
         values = config.model.vocabulary * config.model.hidden / config.mesh.tp
         share = 1 if config.optimizer.shard == "none" else config.mesh.dp
         between[0, last] = between[last, 0] = values / share * _gradient_bytes(config, "embedding.weight")

@@ -2,12 +2,13 @@
 
     forward    norm [q k v] turn  attention  [output] drop+add   norm [up] act [down] drop+add        [...] products
     backward   the same from its end: two products for each, g w for the input and g^T x for the weight, and the sum of
-               the gradients
+               the gradients; our products add to that sum, and to what other layers give the same input, by themselves
     recompute  what recomputation repeats in front of the backward pass: the block, or its attention
 
 Each kernel says its shape and what it reads and writes; roofline.py says how long that takes. Bytes follow from the
 operations, e the bytes of a value: a fused LayerNorm reads x and writes y, 2e a value; one of PyTorch's operations in
-float32 makes a pass over memory for each. Pure.
+float32 makes a pass over memory for each. Ours are those of model/gpu/fused.py, as on a device that kernels can be
+compiled for; where kernels were measured, as on CPUs, their times replace bytes and launches. Pure.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hpcllm.plan.models import Model
 
 Orientation = Literal["forward", "input", "weight"]  # x w^T, g w, g^T x
 SCORES = ("materialized", "unfused")  # kinds of attention that write their scores to memory
+SUMMED_BYTES = 8.0  # a float32 read and written
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Product:
     batch: float = 1.0
     orientation: Orientation = "forward"
     item_bytes: int = 2
+    sum_bytes: float = 0.0  # moved for a result that is added to what is there; 0: it is written as an item
 
     @property
     def flops(self) -> float:
@@ -40,7 +43,9 @@ class Product:
 
     @property
     def moved_bytes(self) -> float:
-        return self.batch * self.item_bytes * (self.m * self.k + self.k * self.n + self.m * self.n)
+        result_bytes = self.sum_bytes or self.item_bytes
+        operands = self.item_bytes * (self.m * self.k + self.k * self.n)
+        return self.batch * (operands + result_bytes * self.m * self.n)
 
 
 @dataclass(frozen=True)
@@ -163,25 +168,34 @@ def gradient_bytes(layout: Layout) -> float:
 
 
 def linear(b: Microbatch, tokens: float, outputs: float, inputs: float) -> Piece:
-    """List the kernels of a linear layer: its product, those of its gradients, and the sum of the weight's."""
-    e = b.item_bytes
+    """List the kernels of a linear layer: its product, those of its gradients, and the sum of the weight's.
+
+    Ours adds the weight's to its float32 sum as it makes it (model/gradient_sums.py).
+    """
+    e, sizes = b.item_bytes, (outputs, inputs, tokens, 1.0)
+    weight: Kernels = (Product(*sizes, "weight", e), Stream("accumulate", outputs * inputs, b.sum_bytes))
+    if b.ours:
+        weight = (Product(*sizes, "weight", e, SUMMED_BYTES),)
     return Piece(
         (Product(tokens, outputs, inputs, 1.0, "forward", e),),
         (Product(tokens, inputs, outputs, 1.0, "input", e),),
-        (Product(outputs, inputs, tokens, 1.0, "weight", e), Stream("accumulate", outputs * inputs, b.sum_bytes)),
+        weight,
     )
 
 
 def norm(b: Microbatch) -> Piece:
     """List the kernels of a norm. Fused: x in, y out; back x, g in, g out, and x, g once more for the weight.
 
-    Otherwise about ten kernels of PyTorch's, all but the first and last in float32.
+    Otherwise about ten kernels of PyTorch's, all but the first and last in float32. Our RMSNorm adds up the gradient of
+    its weight in kernels of its own: four launches back. That it makes the sum in front of it, too, is not counted.
     """
     e, name = b.item_bytes, b.model.norm
-    forward, backward, launches = (2.0 * e, 5.0 * e, 1) if b.fused_norm else (28.0 + 4 * e, 72.0 + 8 * e, 8)
+    is_fused = b.fused_norm or b.ours
+    forward, backward, launches = (2.0 * e, 5.0 * e, 1) if is_fused else (28.0 + 4 * e, 72.0 + 8 * e, 8)
+    back_launches = 4 if b.ours and name == "rmsnorm" else 2 * launches
     return Piece(
         (Stream(f"{name}_forward", b.residual, forward, launches),),
-        (Stream(f"{name}_backward", b.residual, backward, 2 * launches),),
+        (Stream(f"{name}_backward", b.residual, backward, back_launches),),
     )
 
 
@@ -199,8 +213,10 @@ def addition(b: Microbatch) -> Piece:
 
 
 def activation(b: Microbatch) -> Piece:
-    """List the kernels of the activation function: GELU one, with its bias; SwiGLU two, silu and the product."""
+    """List the kernels of the activation function: GELU one, with its bias; SwiGLU two, ours one."""
     e, values = b.item_bytes, b.tokens * b.model.ffn / b.tp
+    if b.model.activation == "swiglu" and b.ours:
+        return Piece((Stream("swiglu_forward", values, 3.0 * e),), (Stream("swiglu_backward", values, 5.0 * e),))
     if b.model.activation == "swiglu":
         return Piece((Stream("swiglu_forward", values, 5.0 * e, 2),), (Stream("swiglu_backward", values, 9.0 * e, 3),))
     bias = e if b.model.biases == "all" else 0
@@ -208,12 +224,14 @@ def activation(b: Microbatch) -> Piece:
 
 
 def rotary(b: Microbatch) -> Piece:
-    """List the kernels of rotary positions: x cos + rotated x sin, four kernels each for queries and keys."""
+    """List the kernels of rotary positions: x cos + rotated x sin, four for each of both; ours one."""
     if b.model.positions != "rotary":
         return Piece()
     values = b.tokens * (b.queries + b.keys) * b.model.turned_channels / b.model.head_dim
-    each = (9.0 if not b.ours else 14.0) * b.item_bytes
-    return Piece((Stream("rotary_forward", values, each, 8),), (Stream("rotary_backward", values, each, 8),))
+    each, launches = (2.0 * b.item_bytes, 1) if b.ours else (9.0 * b.item_bytes, 8)
+    return Piece(
+        (Stream("rotary_forward", values, each, launches),), (Stream("rotary_backward", values, each, launches),)
+    )
 
 
 def core(b: Microbatch) -> Piece:
@@ -278,19 +296,32 @@ def block(b: Microbatch) -> Piece:
 
 
 def _columns(b: Microbatch, outputs: list[float]) -> list[Piece]:
-    """List the layers that read one tensor: one product where others join their weights; ours are apart."""
-    if b.ours:  # the gradients that they give what they read are added up; over tp that is part of the products
-        sums = (Stream("add", b.tokens * b.model.hidden, 3.0 * b.item_bytes),) * (len(outputs) - 1) * (b.tp == 1)
-        return [*(linear(b, b.tokens, each, b.model.hidden) for each in outputs), Piece(backward=sums)]
-    return [linear(b, b.tokens, sum(outputs), b.model.hidden)]
+    """List the layers that read one tensor: one product where others join their weights; ours are apart.
+
+    The gradients that ours give what they read are added up by the products, from the second on.
+    """
+    if not b.ours:
+        return [linear(b, b.tokens, sum(outputs), b.model.hidden)]
+    pieces = [linear(b, b.tokens, each, b.model.hidden) for each in outputs]
+    adding = Product(b.tokens, b.model.hidden, 0.0, 1.0, "input", b.item_bytes, 2.0 * b.item_bytes)
+    added = [replace(piece, backward=(replace(adding, k=each),)) for piece, each in zip(pieces, outputs, strict=True)]
+    return [*pieces[:1], *added[1:]]
 
 
 def embedding(b: Microbatch) -> Piece:
-    """List the kernels of the embedding: rows of the table; back, its gradient, zero elsewhere, and the sum."""
+    """List the kernels of the embedding: rows of the table; back, its gradient, zero elsewhere, and the sum.
+
+    Ours sorts the tokens, makes their gradients float32 and adds them to rows of the sum; that this begins as zero,
+    once a step, is not counted.
+    """
     e, table = b.item_bytes, b.model.vocabulary * b.model.hidden / b.tp
     values = b.tokens * b.model.hidden
+    forward = (Stream("embedding_forward", values, (3.0 if b.dropout else 2.0) * e, 3),)
+    if b.ours:
+        widened = e + 4.0 if e < 4 else 0.0
+        return Piece(forward, (Stream("embedding_backward", values, widened + 4.0 + SUMMED_BYTES, 6),))
     return Piece(
-        (Stream("embedding_forward", values, (3.0 if b.dropout else 2.0) * e, 3),),
+        forward,
         (Stream("embedding_backward", values, 3.0 * e, 2), Stream("zero", table, float(e))),
         (Stream("accumulate", table, b.sum_bytes),),
     )
@@ -300,11 +331,12 @@ def head(b: Microbatch) -> Piece:
     """List the kernels of the last norm, the output layer and the loss; never recomputed.
 
     Scores are float32 from the product on: copied, their largest taken, exponents, their sum, the softmax; back, the
-    softmax less the target, in 16 bit.
+    softmax less the target, in 16 bit. Ours read the scores once, and back make them the gradient in place.
     """
     outputs = b.model.vocabulary / b.tp
     scores, e = b.tokens * outputs, b.item_bytes
-    loss = Piece((Stream("loss_forward", scores, 36.0 + e, 6),), (Stream("loss_backward", scores, 12.0 + e, 2),))
-    if b.ours and b.tp > 1:  # this rank's part of the normaliser: model/loss.py
-        loss = concatenated(loss, Piece((Stream("largest", scores, 4.0), Stream("largest", scores, 4.0))))
+    forward, back = ((float(e), 1), (2.0 * e, 1)) if b.ours else ((36.0 + e, 6), (12.0 + e, 2))
+    loss = Piece((Stream("loss_forward", scores, *forward),), (Stream("loss_backward", scores, *back),))
+    if b.ours and b.tp > 1:  # this rank's part of the normaliser, where no kernel brings it along: model/loss.py
+        loss = concatenated(loss, Piece((Stream("largest", scores, 0.0), Stream("largest", scores, 0.0))))
     return concatenated(norm(b), linear(b, b.tokens, outputs, b.model.hidden), loss)

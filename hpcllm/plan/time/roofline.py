@@ -92,8 +92,9 @@ def seconds(kernels: Kernels, device: Device, times: KernelTimes | None = None) 
 def _measured_s(kernel: Kernel, times: KernelTimes) -> float:
     """Look one kernel up. Measured attention includes its reordering; kernels without a curve move bytes as sums do."""
     match kernel:
-        case Product(m, n, k, batch, orientation, item_bytes):
-            return batch * (times.product_s(orientation, m, n, k) + times.pages_s(m * n * item_bytes))
+        case Product(m, n, k, batch, orientation, item_bytes, sum_bytes):
+            pages_s = 0.0 if sum_bytes else times.pages_s(m * n * item_bytes)
+            return batch * (times.product_s(orientation, m, n, k) + pages_s)
         case Flash():
             way = "backward" if kernel.backward else "forward"
             return times.attention_s(way, kernel.heads, kernel.sequence, kernel.channels)
