@@ -43,6 +43,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full(reason): left to tests/run.sh --all, see sampling.py")
     if MODE and not pretend.why_not():
         pretend.start(open_=MODE == "open")
+        watch_order()
+
+
+def watch_order() -> None:
+    """From now on threads and messages are watched, too (pretend/threads.py, pretend/messages.py)."""
+    from pretend import messages, threads
+
+    threads.watch(pretend.native())
+    from hpcllm.mpi import buffers
+
+    messages.watch(pretend.native(), buffers)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -107,6 +118,18 @@ def shared_path(comm: Intracomm) -> Iterator[Path]:
     comm.Barrier()
     if comm.rank == 0:
         shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def no_races() -> Iterator[None]:
+    """Nothing on the pretended device, in messages or between threads is used without order."""
+    if not MODE or pretend.why_not():
+        yield
+        return
+    pretend.native().take_faults()
+    yield
+    faults = pretend.native().take_faults()
+    assert not faults, "\n".join(faults)
 
 
 @pytest.fixture

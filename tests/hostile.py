@@ -18,12 +18,14 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hpcllm.config import machines
 from hpcllm.config.machines import RANGES
 from hpcllm.config.schema import key_names
+from hpcllm.data import tokenizer
 
 NUMBERS = [
     *("0", "-0", "1", "-1", "2", "3", "7", "64", "1023", "4096", "65536", "1048576", "16777216", "2147483647"),
@@ -78,6 +80,28 @@ max_sequence = 16
 sequence_length = 16
 global_batch = 8
 """
+SAID = [
+    *("hello", "", " ", "<|im_end|>", "{{ 7 * 7 }}", "{% for %}", "\x00\x1b[2J", "\u202e", "\ud800", "\ufdd0"),
+    "x" * 5000,
+]
+NO_MESSAGES: list[Any] = [[], "x", None, 5, [[]], [{}], [None], [{"role": 1}], [{"content": "x"}]]
+CHATS: list[Any] = [  # rows of chats, and what is none
+    *({"prompt": said, "completion": "yes"} for said in SAID),
+    *({"prompt": "why", "chosen": said, "rejected": "no"} for said in SAID[:3]),
+    *({"messages": [{"role": role, "content": "x"}]} for role in ("assistant", "root", "", "{{ 1 }}", "\x1b[31m")),
+    *({"messages": value} for value in NO_MESSAGES),
+    *({"messages": [{"role": "assistant", "content": "x"}] * count} for count in (2, 999, 1001, 100_000)),
+    *(None, 1, "x", [], {}, {"chosen": "x"}, {"messages": [{"role": "user", "content": {"a": [1]}}]}),
+]
+JINJA = [  # chat templates: sound, wrong, endless, too large, curious
+    "{% for m in messages %}<|end_of_text|>{{ m.content }}{% endfor %}",
+    *("", "{{", "{% for %}", "{{ messages }}", "{{ messages[99].content }}", "{{ raise_exception('\x1b[2J') }}"),
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{{ f(n - 1) if n }}{{ f(n - 1) if n }}{% endmacro %}{{ f(90) }}",
+    "{% for a in range(9999) %}{{ 'x' * 9999 }}{% endfor %}",
+    *("{{ 'x' * 10 ** 12 }}", "{{ 9 ** 9 ** 9 }}", "{{ ''.__class__.__mro__ }}", "{{ open('made') }}"),
+    *("{% include '/etc/passwd' %}", "{% extends 'run.toml' %}", "{{ self }}{{ cycler }}", "{{ 1 / 0 }}"),
+]
 GPT = "layers=4,hidden=64,heads=4,vocab=512,sequence=64"
 STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
 
@@ -93,6 +117,8 @@ def make(folder: Path) -> None:
     (folder / "sparse").touch()
     os.truncate(folder / "sparse", 1 << 40)
     os.mkfifo(folder / "pipe")
+    (folder / "model").mkdir()
+    (folder / "model" / "tokenizer.json").write_text(_bytes_tokenizer())
     (folder / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
 
 
@@ -225,6 +251,29 @@ def of_log(draw: random.Random) -> tuple[list[str], dict[str, str]]:
     }
 
 
+def of_chats(draw: random.Random) -> tuple[list[str], dict[str, str]]:
+    """Rows of chats, damaged or not, under our templates and under those of a tokenizer."""
+    lines = [json.dumps(draw.choice(CHATS)) for _ in range(draw.randint(1, 8))]
+    name = f"chats{draw.choice(['.jsonl', '.jsonl', '.json', '.csv'])}"
+    text = f"[{','.join(lines)}]" if name.endswith(".json") else "\n".join(lines)
+    files = {name: text if draw.random() < 0.7 else _damaged(draw, text)}
+    words = ["prepare", "--chat", name, "--output=chats.h5", "--vocabulary=300"]
+    if draw.random() < 0.5:
+        return [*words, f"--template={draw.choice(['chatml', 'llama3', 'mistral', 'plain', *NUMBERS[:3]])}"], files
+    template = draw.choice(JINJA)
+    if draw.random() < 0.2:
+        template = _damaged(draw, template)
+    config = json.dumps({"chat_template": template, "eos_token": draw.choice(["<|end_of_text|>", {}, 5, "\x1b"])})
+    files["model/tokenizer_config.json"] = config if draw.random() < 0.8 else _damaged(draw, config)
+    return [*words, "--tokenizer=model", "--template=tokenizer"], files
+
+
+@cache
+def _bytes_tokenizer() -> str:
+    """Return a tokenizer whose tokens are the bytes and the end of text."""
+    return tokenizer.train(["abc"], tokenizer.SMALLEST_VOCABULARY)
+
+
 KINDS: dict[str, Callable[[random.Random], tuple[list[str], dict[str, str]]]] = {
     "run file": of_run_file,
     "run text": of_run_text,
@@ -233,6 +282,7 @@ KINDS: dict[str, Callable[[random.Random], tuple[list[str], dict[str, str]]]] = 
     "schedule": of_schedule,
     "files": of_files,
     "log": of_log,
+    "chats": of_chats,
 }
 
 

@@ -14,7 +14,7 @@ from hpcllm.checkpoint.layout import STORED_AS, DatasetSpec
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.data import store_writer
 from hpcllm.data.store import SPLITS, Header, document_fingerprint, store_fingerprint, token_dtype
-from hpcllm.data.store_writer import TokenSpill
+from hpcllm.data.token_spill import TokenSpill
 
 TOKENIZER = "{}"
 
@@ -44,6 +44,7 @@ def write_store(output: Path, vocabulary: int = 300, documents: int = 5, tokens:
     for split in SPLITS:
         spills[split].write(aside, split, offsets, 0, 0)
         output.with_name(split).unlink()
+        output.with_name(f"{split}.counted").unlink()
     checksums = store_writer.block_checksums(aside, contents.index().datasets, offsets)
     store_writer.finish(aside, output, contents, offsets, checksums)
     return output

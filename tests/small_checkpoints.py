@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import xxhash
 from mpi4py import MPI
@@ -64,3 +65,17 @@ def index_of(path: Path) -> dict[str, Any]:
     """The index of a file, as JSON has it."""
     index: dict[str, Any] = json.loads(path.read_bytes()[:4096].split(b"\n", 1)[1].rstrip(b"\0"))
     return index
+
+
+def stored_tensors(path: Path) -> dict[str, bytes]:
+    """Bytes of all tensors of model and optimizer in a checkpoint, by name."""
+    found: dict[str, bytes] = {}
+    with h5py.File(path) as file:
+        for group in ("model", "optimizer"):
+            file[group].visititems(
+                lambda name, item, group=group: (
+                    found.update({f"{group}/{name}": item[()].tobytes()}) if isinstance(item, h5py.Dataset) else None
+                )
+            )
+    assert found
+    return found

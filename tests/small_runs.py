@@ -67,6 +67,19 @@ def with_tables(base: dict[str, dict[str, Any]], tables: dict[str, dict[str, Any
     return configs.from_tables({name: base.get(name, {}) | tables.get(name, {}) for name in {**base, **tables}})
 
 
+def dividing(tables: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Tables of a run; without their layout where it does not divide these ranks, so that replicas are left."""
+    return {} if ranks % math.prod(tables.get("mesh", {}).get(axis, 1) for axis in ("pp", "tp")) else tables
+
+
+def fitted(tables: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """As dividing; and on 3 ranks 2 microbatches, as each replica has 4 of 12 samples there."""
+    tables = dividing(tables, ranks)
+    if ranks == 3:
+        tables = tables | {"pipeline": {**tables.get("pipeline", {}), "microbatches": 2}}
+    return tables
+
+
 def losses(
     config: Config, comm: MPI.Intracomm, steps: int | None = None, then: Callable[[RunContext], Any] | None = None
 ) -> Any:
@@ -77,6 +90,7 @@ def losses(
 
 
 def run_steps(run: RunContext, steps: int, first: int = 0) -> np.ndarray:
+    """(steps, 2 + figures) loss, gradient norm and the objective's figures of each step."""
     config, seen = run.config, []
     for step in range(first, first + steps):
         before = run.traffic()
@@ -84,5 +98,5 @@ def run_steps(run: RunContext, steps: int, first: int = 0) -> np.ndarray:
         agreed = agree(run, local, NO_REQUESTS, run.traffic() - before)
         assert math.isfinite(agreed.loss)
         assert update(run, agreed.gradient_norm, learning_rate(step, config.run.steps, config.optimizer))
-        seen.append((agreed.loss, agreed.gradient_norm))
+        seen.append((agreed.loss, agreed.gradient_norm, *agreed.figures))
     return np.array(seen)

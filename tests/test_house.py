@@ -22,8 +22,8 @@ from hpcllm.config.schema import from_tables, to_tables
 
 ROOT = Path(__file__).parents[1]
 ROOMS = (  # top to bottom
-    *("__main__", "cli", "preflight", "perf", "report", "training", "evaluation", "inference", "plan", "data"),
-    *("checkpoint", "optim", "pipeline", "model", "collectives", "system", "mpi", "config", "codecs"),
+    *("__main__", "cli", "preflight", "perf", "report", "finetuning", "training", "evaluation", "inference", "plan"),
+    *("data", "checkpoint", "optim", "pipeline", "model", "collectives", "system", "mpi", "config", "codecs"),
     *("plotting", "errors", "__init__"),
 )
 FILES = sorted((ROOT / "hpcllm").rglob("*.py"))
@@ -110,7 +110,7 @@ def test_no_chain_of_imports_is_long():
         return lengths[module]
 
     longest = max(MODULES, key=length)
-    assert length(longest) <= 14, f"from {longest} down, {length(longest)} modules import one another"
+    assert length(longest) <= 15, f"from {longest} down, {length(longest)} modules import one another"
 
 
 RIDDLES = re.compile(r"(Of|What|Whether|The same|That|As|In which|Which|How|With|Is|For|So|Where|Who)\b")

@@ -12,6 +12,7 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
+from small_checkpoints import write_slabs
 
 from hpcllm.checkpoint import layout
 from hpcllm.checkpoint.archive import compress, decompress
@@ -20,7 +21,6 @@ from hpcllm.checkpoint.layout import STORED_AS, DatasetSpec, filter_mask, pack, 
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.slabs import whole
 from hpcllm.errors import CheckpointError, DataError
-from tests.small_checkpoints import write_slabs
 
 LIMIT = 400  # bytes of a block, so that small tensors have many
 

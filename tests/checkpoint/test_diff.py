@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_checkpoints import write_slabs
 
 from hpcllm.checkpoint import layout
 from hpcllm.checkpoint.archive import compress
@@ -16,7 +17,6 @@ from hpcllm.checkpoint.layout import DatasetSpec
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.slabs import whole
 from hpcllm.errors import CheckpointError
-from tests.small_checkpoints import write_slabs
 
 CONFIG = '[run]\nname = "a"\nseed = 1\n[mesh]\ndp = 2\n[optimizer]\nlearning_rate = 0.1\n'
 

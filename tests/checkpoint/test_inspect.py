@@ -8,13 +8,13 @@ import sys
 
 import numpy as np
 import pytest
+from small_checkpoints import own_attributes, write_slabs
 
 from hpcllm.checkpoint import layout
 from hpcllm.checkpoint.inspect import describe, tree_lines
 from hpcllm.checkpoint.layout import DatasetSpec
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.slabs import whole
-from tests.small_checkpoints import own_attributes, write_slabs
 
 
 def described(path) -> dict:

@@ -12,7 +12,7 @@ import pytest
 from small_runs import make_store
 
 import hpcllm.perf.__main__ as perf
-from hpcllm.cli import checkpoint
+from hpcllm.cli import checkpoint, store
 from hpcllm.cli.main import COMMANDS, main
 from hpcllm.collectives import measure as measuring
 from hpcllm.perf import calibrate, kernels, tune
@@ -39,6 +39,7 @@ every_steps = 1
 STEP = "runs/mine/checkpoints/step_00000003.h5"
 GPT = "plan --machine frontier --model gpt3-175b --global-batch 512"
 SHAPE = "--set mesh.pp=4 --set pipeline.microbatches=4 --set data.global_batch=64"
+TUNE = "--set finetuning.kind=supervised --set run.start_from=runs/mine --set run.name=tuned"
 
 WIDE_OUTPUT = [
     "presets",
@@ -59,7 +60,12 @@ WIDE_OUTPUT = [
     "train run.toml --set run.name=another",
     "train run.toml --is-finished",
     "train run.toml",
+    f"finetune run.toml {TUNE}",
+    f"finetune run.toml {TUNE} --dry-run",
     "prepare texts --output new.h5 --vocabulary 290",
+    "prepare chats.jsonl --chat --template llama3 --output new.h5 --vocabulary 290",
+    "store info chats.h5",
+    "store sample chats.h5 --count 1",
     "generate runs/mine --prompt sum --tokens 2",
     "report runs/mine",
     "report runs/mine runs/mine --output both.html",
@@ -94,6 +100,7 @@ def test_every_command_is_in_the_tables():
     words = [line.split() for line in WIDE_OUTPUT + OF_SEVERAL_RANKS]
     assert {line[0] for line in words} == set(COMMANDS)
     assert {line[1] for line in words if line[0] == "checkpoint"} == {each.__name__ for each in checkpoint.COMMANDS}
+    assert {line[1] for line in words if line[0] == "store"} == {each.__name__ for each in store.COMMANDS}
     assert {line[1] for line in words if line[0] == "perf"} | set(ELSEWHERE) == set(perf.COMMANDS)
 
 
@@ -104,6 +111,9 @@ def made(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         texts(folder)
+        pairs = '{"prompt": "2 + 2?", "chosen": "4", "rejected": "22"}\n'
+        Path("chats.jsonl").write_text(pairs)
+        assert main(["prepare", "chats.jsonl", "--chat", "--output", "chats.h5"]) == 0
         assert main(["train", "run.toml"]) == 0
         assert main(["checkpoint", "compress", "runs/mine", "packed.h5"]) == 0
         other = ["run.steps=2", "run.name=other", "optimizer.learning_rate=1e-2"]

@@ -1,148 +1,152 @@
 """MPI knows no streams: what a message reads or fills, the stream must be done with, and nobody may touch it meanwhile.
 
-The device of these tests does everything at once, a real one later. So the order is watched: each operation on the
-device is noted with the memory that it touches; what an event was recorded after, and waited for, counts as done.
+The pretended device watches the order of all that happens to its memory (tests/pretend/order.h).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
 
 import laws
+import pretend
 import pytest
 import torch
 from device_laws import DEVICE, DOORS, cases
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from hpcllm.collectives import ring, strips
-from hpcllm.mpi import buffers
-from hpcllm.mpi.message_memory import DeviceMemory
-from hpcllm.mpi.wait import Waits
+from hpcllm.collectives import allreduce, iallgather, iallreduce, ireduce_scatter, ring, strips
+from hpcllm.collectives.group import group_of
+from hpcllm.collectives.worker import Crossing, Worker
+from hpcllm.mpi.message_memory import DeviceMemory, StreamEvents
+from hpcllm.mpi.stuck_calls import report_calls
+from hpcllm.mpi.wait import job_waits
 
 pytestmark = [pytest.mark.pretend, pytest.mark.usefixtures("device_messages")]
-Span = tuple[int, int]
-
-
-class Watched(TorchDispatchMode):
-    """Notes what the stream is told, and checks it against messages on their way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: list[list[Span]] = []  # memory of each operation
-        self.done = 0  # so many of them are known to be done
-        self.sent: dict[int, list[Span]] = {}  # by request
-        self.coming: dict[int, list[Span]] = {}
-
-    def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        result = func(*args, **(kwargs or {}))
-        if func.is_view or not tensors:
-            return result
-        spans, on_device = [span(tensor) for tensor in tensors], any(not tensor.is_cpu for tensor in tensors)
-        written = [
-            span(argument)
-            for argument, formal in zip(args, func._schema.arguments, strict=False)
-            if isinstance(argument, torch.Tensor) and formal.alias_info and formal.alias_info.is_write
-        ]
-        assert not meet(spans, self.coming), f"{func} touches what a message is filling"
-        assert not meet(written, self.sent), f"{func} writes what a message is read from"
-        if on_device:
-            self.told.append(spans)
-            waits = len({t.device.type for t in tensors}) > 1 and not (len(args) > 2 and args[2])
-            self.done = len(self.told) if waits else self.done
-        else:
-            self.check(spans, f"{func} of the CPU")
-        return result
-
-    def check(self, spans: list[Span], what: str) -> None:
-        late = [told for told in self.told[self.done :] if meet(spans, {0: told})]
-        assert not late, f"{what}, {len(late)} operations of the stream too early"
-
-
-class Event:
-    """Of the stream that is watched now."""
-
-    def __init__(self, _device=None, enable_timing=False) -> None:  # noqa: ARG002
-        self.after = 0
-
-    def record(self, _stream=None) -> None:
-        self.after = len(watched().told) if watched() else 0
-
-    def synchronize(self) -> None:
-        if watched():
-            watched().done = max(watched().done, self.after)
-
-    def wait(self, _stream=None) -> None:
-        pass
-
-
-_watched: list[Watched] = []
-
-
-def watched() -> Watched | None:
-    return _watched[-1] if _watched else None
-
-
-def span(tensor: torch.Tensor) -> Span:
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-
-
-def meet(spans: list[Span], others: dict[int, list[Span]]) -> bool:
-    return any(a < d and c < b for a, b in spans for other in others.values() for c, d in other)
-
-
-@pytest.fixture(autouse=True)
-def watch(monkeypatch) -> Iterator[Watched]:
-    watched, isend, irecv, wait_for = Watched(), buffers.isend, buffers.irecv, Waits.all
-
-    def send(comm, data, peer, tag):
-        watched.check([span(data)], "a send")
-        requests = isend(comm, data, peer, tag)
-        watched.sent.update((id(request), [span(data)]) for request in requests)
-        return requests
-
-    def receive(comm, data, peer, tag):
-        watched.check([span(data)], "a receive")
-        requests = irecv(comm, data, peer, tag)
-        watched.coming.update((id(request), [span(data)]) for request in requests)
-        return requests
-
-    def wait(waits, requests, what):
-        wait_for(waits, requests, what)
-        for request in requests:
-            watched.sent.pop(id(request), None)
-            watched.coming.pop(id(request), None)
-
-    monkeypatch.setattr(buffers, "isend", send)
-    monkeypatch.setattr(buffers, "irecv", receive)
-    monkeypatch.setattr(Waits, "all", wait)
-    monkeypatch.setattr(torch, "Event", Event)
-    _watched.append(watched)
-    yield watched
-    _watched.clear()
 
 
 @pytest.mark.parallel([2, 3])
 @pytest.mark.parametrize("operation", DOORS)
-def test_no_message_meets_the_stream(comm, monkeypatch, watch, operation):
+def test_no_message_meets_the_stream(comm, monkeypatch, operation):
+    """Strips are small, so that there are many; the fixture no_races asks for races at the end."""
     laws.limited(comm)
     monkeypatch.setattr(strips, "DEVICE_SEGMENT_VALUES", 300)
     monkeypatch.setattr(strips, "LEAST_VALUES", 100)
-    monkeypatch.setattr(ring, "LANE_BYTES", 1 << 11)
+    for name in ("LANE_BYTES", "DEVICE_LANE_BYTES"):
+        monkeypatch.setattr(ring, name, 1 << 11)
     for algorithm, codec, dtype in cases(operation):
         if dtype == torch.float16 or codec not in ("raw", "bf16"):
             continue
         x = laws.values(comm.rank, 1000 * comm.size, dtype).to(DEVICE)
-        with watch:
-            for _ in range(2):
-                x.mul_(1)  # what the caller has told the device just before
-                DOORS[operation](x, comm, codec=codec, algorithm=algorithm)
+        for _ in range(2):
+            x.mul_(
+                2
+            )  # what the caller has told the device just before; and the bytes differ from those of the last call
+            DOORS[operation](x, comm, codec=codec, algorithm=algorithm)
 
 
 @pytest.mark.parallel([2])
-def test_a_forgotten_wait_is_found(comm, monkeypatch, watch):
+def test_a_forgotten_wait_is_found(comm, monkeypatch):
     monkeypatch.setattr(DeviceMemory, "before_send", lambda *_: None)
-    with watch, pytest.raises(AssertionError, match=r"a send, .* too early"):
-        DOORS["allreduce"](torch.ones(10_000, device=DEVICE), comm, "bf16", "two_step")
+    DOORS["allreduce"](torch.ones(10_000, device=DEVICE), comm, "bf16", "two_step")
+    assert any("now: send" in fault for fault in pretend.native().take_faults())
     comm.Barrier()
+
+
+@pytest.mark.parallel([2])
+def test_a_forgotten_crossing_is_found(comm, monkeypatch):
+    monkeypatch.setattr(Crossing, "back", lambda _: None)
+    iallreduce(torch.ones(10_000, device=DEVICE), comm, "bf16", "two_step").wait().mul_(2)
+    assert pretend.native().take_faults()
+    comm.Barrier()
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("codec", ["raw", "bf16"])
+def test_a_wait_for_the_device_has_a_name_and_the_limit_of_its_messages(comm, monkeypatch, codec):
+    """Of a device that hangs; seconds of such a wait are not those of messages."""
+    said = set()
+
+    class Hanging:
+        def record(self, _):
+            pass
+
+        def synchronize(self):
+            torch.accelerator.synchronize(DEVICE)
+            said.add(report_calls(job_waits, time.perf_counter() + 1000))
+
+    laws.limited(comm)
+    x = laws.values(comm.rank, 100, torch.float32).to(DEVICE)
+    monkeypatch.setattr(StreamEvents, "_recorded", lambda _: Hanging())
+    DOORS["allreduce"](x, comm, codec=codec, algorithm="ring")
+    monkeypatch.undo()
+    limit_s = group_of(comm).wire.waits.limit_s
+    words = f"waited {limit_s:g} s for its device to end the work before a message, rank {comm.rank};"
+    assert len(said) == 1
+    assert words in said.pop()
+    assert not report_calls(job_waits, time.perf_counter() + 1000)
+
+
+@pytest.mark.pretend("open")
+@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("algorithm", ["ring", "two_step"])
+def test_raw_sums_on_the_device_are_marked_once(comm, monkeypatch, algorithm):
+    """Events do not grow with the messages: of a ring two and one a sum, else three a strip, whatever the ranks."""
+    cuts, events, recorded = 5, [], StreamEvents._recorded
+    laws.limited(comm)
+    monkeypatch.setattr(strips, "LEAST_VALUES", 100)
+    monkeypatch.setattr(strips, "DEVICE_SEGMENT_VALUES", 1000)
+    monkeypatch.setattr(ring, "DEVICE_LANE_BYTES", 4000)
+    monkeypatch.setattr(StreamEvents, "_recorded", lambda self: events.append(1) or recorded(self))
+    x = laws.values(comm.rank, 1000 * comm.size * cuts, torch.float32)
+    want = DOORS["allreduce"](x.clone(), comm, codec="raw", algorithm=algorithm)
+    assert not events
+    found = DOORS["allreduce"](x.to(DEVICE), comm, codec="raw", algorithm=algorithm)
+    assert len(events) == {"ring": 2 + cuts * (comm.size - 1), "two_step": 1 + 3 * cuts}[algorithm]
+    assert laws.bits(found.cpu()) == laws.bits(want)
+
+
+def side_stream() -> torch.Stream:
+    """A stream that comes after what was told so far."""
+    stream = torch.Stream(torch.device(DEVICE, 0))
+    stream.wait_stream(torch.accelerator.current_stream(stream.device))
+    return stream
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("codec", ["raw", "bf16"])
+def test_calls_on_two_streams_use_their_memory_in_turn(comm, codec):
+    """One group, and so one message memory, which the last calls outgrow on the stream that did not take it."""
+    x, y, longer = (torch.ones(n, device=DEVICE) for n in (10_000, 10_000, 50_000))
+    side = side_stream()
+    for _ in range(2):
+        allreduce(x, comm, codec, "two_step")
+        with side:
+            allreduce(y, comm, codec, "two_step")
+    with side:
+        allreduce(longer, comm, codec, "two_step")
+    torch.accelerator.current_stream(x.device).wait_stream(side)  # before y is forgotten here
+
+
+@pytest.mark.parallel([2])
+def test_what_a_lane_has_made_may_be_forgotten_at_once(comm):
+    """The memory of a result is the lane's, and the caller's stream has yet to read it."""
+    gathered = iallgather(torch.ones(5000, device=DEVICE), comm).wait()
+    gathered.add_(1)
+    del gathered
+
+
+@pytest.mark.parallel([2])
+def test_what_a_lane_reads_may_be_forgotten_at_once(comm):
+    handle = ireduce_scatter(torch.ones(10_000, device=DEVICE), comm, "bf16", "two_step")
+    while not handle.done():  # the job's own reference is gone, but its stream is not waited for
+        time.sleep(0.001)
+    handle.wait()
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("end", [Worker.close, Worker.finish])
+def test_what_a_worker_has_done_comes_before_the_callers_next(end):
+    worker, x = Worker(True, torch.device(DEVICE, 0)), torch.zeros(4, device=DEVICE)
+    for _ in range(3):
+        worker.submit(lambda: time.sleep(0.01) or x.add_(1))
+    end(worker)
+    assert x.add_(1).cpu().tolist() == [4.0] * 4

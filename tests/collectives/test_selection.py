@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from made_up_rates import made_up, made_up_tuning
+from hypothesis import given
+from hypothesis import strategies as st
+from made_up_rates import made_up, made_up_tuning, shapes
 from mpi4py import MPI
 
+import hpcllm.collectives.group
 from hpcllm.codecs import find_codec
-from hpcllm.collectives import allreduce, free_shared, shared_zeros
+from hpcllm.codecs.names import examples
+from hpcllm.collectives import allreduce, free_shared, operations, shared_zeros
+from hpcllm.collectives.assumed_rates import WIRE_GB_S
 from hpcllm.collectives.auto import plan
 from hpcllm.collectives.cost import COSTS, cost_s
-from hpcllm.collectives.group import group_of, make_group
+from hpcllm.collectives.group import are_crowded, group_of, make_group
 from hpcllm.collectives.selection import (
+    CODEC_BYTES,
+    IN_WINDOWS,
     LEAST_GAIN,
     LIBRARY_BYTES,
+    LIBRARY_BYTES_CROWDED,
     LIBRARY_BYTES_SHARED,
     ROUNDS_EACH_HOP,
     SMALL_BYTES,
@@ -26,11 +35,14 @@ from hpcllm.collectives.selection import (
     by_rule,
     candidates,
     choose,
+    codec_by_rule,
     link_codec,
     unmeasured,
 )
 from hpcllm.collectives.tuning import VALUE_BITS, Shape, Tuning
+from hpcllm.mpi import wait
 from hpcllm.mpi.wait import Waits
+from hpcllm.system.hardware.pci_devices import Nic
 
 CODECS = ["raw", "bf16", "int8:256", "exp"]
 SIZES = [1, 7, 1000, 1 << 16, 1 << 20]
@@ -158,9 +170,71 @@ def test_a_link_of_the_pipeline_is_compressed_only_where_it_pays():
     assert link_codec("int8:256", n, True, tuning) == "raw"
     assert link_codec("int8:256", 8, False, tuning) == "raw"  # latency, not bytes
     assert link_codec("raw", n, False, tuning) == "raw"
-    assert link_codec("int8:256", n, True, None) == "int8:256"
     assert link_codec("mpc", n, False, tuning) == "raw"
-    assert link_codec("mpc", n, False, None) == "mpc"
+    assert link_codec("mpc", n, True, None) == "mpc"
+
+
+# GB/s of the wire, codec, whether it was worth it: 64 MiB between two hosts, measured (perf/library_ratios.md)
+WORTH = [(0.125, "int8:256", True), (0.125, "exp", True), (0.125, "zfp:8", False), (1.25, "int8:256", True)]
+WORTH += [(1.25, "exp", False), (1.25, "zfp:8", False), (None, "int8:256", True), (None, "exp", False)]
+WORTH += [(None, "zfp:8", False), (25.0, "int8:256", False), (25.0, "mpc", False)]
+
+
+@pytest.mark.parametrize(("wire_gb_s", "codec", "pays"), WORTH)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_measured_rates_a_codec_is_taken_where_coarse_ones_say_that_it_pays(wire_gb_s, codec, pays, dtype):
+    item_bytes, shape = VALUE_BITS[dtype] // 8, Shape(2, 2)
+    x = Values((64 << 20) // item_bytes, item_bytes, dtype, codec)
+    expected = codec if pays else "raw"
+    assert link_codec(codec, x.n, False, None, dtype, wire_gb_s) == expected
+    if dtype == "float32":
+        assert codec_by_rule("allreduce", x, shape, wire_gb_s) == expected
+    assert codec_by_rule("allreduce", replace(x, on_cpu=False), shape, wire_gb_s) == codec
+    assert codec_by_rule("allreduce", x, Shape(2), wire_gb_s) == link_codec(codec, x.n, True, None, dtype) == codec
+    little = replace(x, n=CODEC_BYTES // item_bytes - 1)
+    assert codec_by_rule("allreduce", little, shape, wire_gb_s) == "raw"
+    assert link_codec(codec, little.n, False, None, dtype, wire_gb_s) == "raw"
+
+
+@given(shapes, st.sampled_from(["int8:256", "int4:128", "int8:32:sr"]), st.integers(18, 30))
+def test_without_measured_rates_too_there_is_one_border_between_slow_and_fast_wires(shape, codec, k):
+    x = Values((1 << k) // 4, 4, "float32", codec)
+    taken = [codec_by_rule("allreduce", x, shape, 1e-3 * 1.5**step) == codec for step in range(40)]
+    assert taken == sorted(taken, reverse=True)
+    assert taken[0]
+    assert taken[-1] == (shape.nodes == 1)
+
+
+@given(shapes, st.sampled_from(sorted(COSTS)), st.sampled_from(examples()), st.integers(0, 30))
+def test_a_wire_that_nobody_knows_is_an_assumed_one(shape, operation, codec, k):
+    x = Values(1 << k, 4, "float32", codec)
+    chosen = codec_by_rule(operation, x, shape, None)
+    assert chosen == codec_by_rule(operation, x, shape, WIRE_GB_S)
+    assert chosen in ("raw", codec)
+
+
+@pytest.mark.parallel([2, 3, 4])
+def test_rank_0_s_network_interfaces_count_on_every_rank(comm, monkeypatch):
+    speeds = [[12.5, 12.5], [0.125], [], [1.0]]
+    cards = [Nic(f"c{k}", "infiniband", "", None, speed, True) for k, speed in enumerate(speeds[comm.rank])]
+    monkeypatch.setattr(hpcllm.collectives.group, "find_nics", lambda: cards)
+    for first, expected in ((comm.rank, 25.0), (-comm.rank, wire_gb_s_of(speeds[comm.size - 1]))):
+        turned = comm.Split(0, first)
+        for node in (turned.Split(turned.rank), turned):
+            group = make_group(turned, node)
+            between = expected if group.nodes > 1 else None
+            assert group.wire_gb_s == (pytest.approx(between) if between else None)
+            n = (16 << 20) // 4
+            both = group, group.background("gradients")
+            chosen = [plan("allreduce", n, find_codec("int8"), each).codec.name for each in both]
+            rule = codec_by_rule("allreduce", Values(n, 4, "float32", "int8:256"), group.shape, between)
+            assert comm.allgather(chosen) == [[rule, rule]] * comm.size
+            group.free()
+        turned.Free()
+
+
+def wire_gb_s_of(speeds):
+    return sum(speeds) or None
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
@@ -224,9 +298,68 @@ def test_new_tuning_is_heeded_in_the_background_too(comm):
 def test_the_shape_of_a_group(comm):
     group = nodes_of_two(comm)
     full, odd = divmod(comm.size, 2)
-    assert group.shape == Shape(comm.size, full + odd, 1 if odd else 2)
+    assert group.shape == Shape(comm.size, full + odd, 1 if odd else 2, group.crowded)
     assert isinstance(made_up_tuning(), Tuning)
     group.free()
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+def test_a_group_is_crowded_where_ranks_of_a_node_have_to_share_a_core(comm):
+    """By the masks at the time, on every rank alike, also on those of another node."""
+    allowed = sorted(os.sched_getaffinity(0))
+    shared = {allowed[0]}
+    own = {allowed[comm.rank % len(allowed)]}
+    try:
+        for cores, most in ((shared, 1), (own, len(allowed)), (set(allowed), len(allowed))):
+            os.sched_setaffinity(0, cores)
+            for node, ranks in ((None, comm.size), (comm.Split(comm.rank // 2), min(comm.size, 2))):
+                group = make_group(comm, node)
+                assert group.shape.crowded == group.crowded == (ranks > most)
+                assert len(set(comm.allgather(group.crowded))) == 1
+                group.free()
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+@given(st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=5))
+def test_ranks_are_crowded_if_no_choice_of_cores_gives_each_its_own(cores):
+    has_choice = any(len(set(choice)) == len(cores) for choice in itertools.product(*cores))
+    assert are_crowded(cores) == (not has_choice)
+
+
+@pytest.mark.parametrize("operation", ["allreduce", "reduce_scatter", "allgather"])
+def test_crowded_ranks_leave_the_library_later_and_only_for_arrays_that_are_not_shared(operation):
+    for size_bytes in (1 << k for k in range(8, 28)):
+        x = Values(size_bytes // 4, 4, "float32", "raw")
+        for crowded, most in ((False, LIBRARY_BYTES), (True, LIBRARY_BYTES_CROWDED)):
+            expected = "native" if size_bytes <= most[operation] else "node_window"
+            assert by_rule(operation, x, Shape(3, crowded=crowded), may_block=True) == expected
+        shared = {by_rule(operation, x, Shape(3, crowded=crowded), True, has_shared=True) for crowded in (True, False)}
+        assert len(shared) == 1
+    assert LIBRARY_BYTES_CROWDED[operation] >= LIBRARY_BYTES[operation]
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("operation", COSTS)
+def test_short_calls_of_the_foreground_block_under_a_limit_as_without_one(comm, operation, monkeypatch):
+    """The same plan, the same call, the same bits; in the background, and unguarded, the call is polled."""
+    made = {}
+    cases = [(None, False, False), (60.0, True, True), (60.0, False, True), (60.0, True, False)]
+    for limit_s, foreground, guarded in cases:
+        group = make_group(comm)
+        group.wire.waits = Waits(limit_s, foreground=foreground)
+        monkeypatch.setattr(wait, "job_waits", wait.JobWaits(guarded=guarded))
+        x = torch.arange(24.0) + comm.rank
+        for _ in range(2):  # by a plan, then at once
+            got = getattr(operations, operation)(x.clone(), group)
+        [made_plan] = group.plans.values()
+        made[limit_s, foreground, guarded] = made_plan.algorithm, got
+        assert not wait.job_waits.calls
+        group.free()
+    free, *others = made.values()
+    assert all(torch.equal(got, free[1]) for _, got in others)
+    assert free[0] == others[0][0] == "native"
+    assert (others[1][0] == others[2][0] == "native") == (operation not in IN_WINDOWS)
 
 
 @pytest.mark.parallel([1, 2, 3])
@@ -234,7 +367,7 @@ def test_the_shape_of_a_group(comm):
 def test_the_library_is_asked_only_where_it_may_block(comm, operation):
     """A sum of the library that is polled moves on only when its waits wake up."""
     group = group_of(comm)
-    most = LIBRARY_BYTES[operation] // 4
+    most = (LIBRARY_BYTES_CROWDED if group.crowded else LIBRARY_BYTES)[operation] // 4
     for limit_s, small in ((None, "native"), (60.0, "node_window")):
         group.wire.waits = Waits(limit_s)
         chosen = {n: plan(operation, n, find_codec("raw"), group).algorithm for n in (100, most, most + 1)}

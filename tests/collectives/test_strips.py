@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcllm.collectives import strips
+from hpcllm.collectives.ring import lane_count
 from hpcllm.collectives.strips import Grid, Split, grid_strip_values, lane_pieces, split_strips, strip_values
 
 blocks = st.sampled_from([1, 4, 32, 256, 2048])
@@ -74,6 +75,21 @@ def test_a_turn_has_a_bound_whatever_the_ranks(owners, block):
     split = split_strips(1 << 30, length, owners, block)
     assert length <= strips.TURN_VALUES
     assert owners * split.longest(length) <= strips.TURN_VALUES + owners * block
+
+
+@pytest.mark.parametrize("owners", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("block", [1, 256])
+def test_long_arrays_of_a_node_s_devices_travel_in_segments_of_8_to_16_mib(owners, block):
+    length = strip_values(1 << 30, owners, block, on_cpu=False)
+    assert 8 << 20 <= 4 * split_strips(1 << 30, length, owners, block).longest(length) <= 16 << 20
+    for mib in (1, 7, 8, 20, 100, 333):
+        lane_bytes = (mib << 20) / lane_count(mib << 20, on_cpu=False)
+        assert min(mib, 8) << 20 <= lane_bytes < 16 << 20
+
+
+@pytest.mark.parametrize("owners", [2, 16, 1024, 8192, 100_000])
+def test_a_turn_of_devices_has_a_bound_whatever_the_ranks(owners):
+    assert strip_values(1 << 30, owners, 256, on_cpu=False) <= strips.DEVICE_TURN_VALUES
 
 
 @given(n=st.integers(0, 1 << 28), nodes=st.integers(2, 2000), block=blocks, capacity=st.integers(1, 1 << 17))

@@ -19,8 +19,7 @@ from hpcllm.config.schema import Config, ModelConfig, from_tables, parse, to_tab
 from hpcllm.errors import ConfigError
 from hpcllm.pipeline.schedules import SCHEDULES
 
-SECTIONS = {f.name: f.default_factory for f in dataclasses.fields(Config)}
-KEYS = {f"{name}.{f.name}": f for name, kind in SECTIONS.items() for f in dataclasses.fields(kind)}
+KEYS = {f"{title}.{f.name}": f for title, kind in config.sections().items() for f in config.plain_keys(kind)}
 NUMBERS = [key for key, f in KEYS.items() if f.type in ("int", "float")]
 FLOATS = [key for key in NUMBERS if KEYS[key].type == "float"]
 
@@ -158,7 +157,7 @@ def test_the_last_valid_value_passes_and_the_next_one_is_rejected(key):
     assert not any(map(passes, first))
     for value in first if key in FLOATS else map(int, first):
         with pytest.raises(ConfigError, match=re.escape(f"{key} = {value!r} is out of range; valid: {valid}")):
-            from_tables({key.partition(".")[0]: {key.partition(".")[2]: value}})
+            parse("", [f"{key}={value!r}"])
 
 
 @pytest.mark.parametrize("name", config.preset_names())
@@ -267,6 +266,15 @@ def test_words_of_the_command_line(override, key, value):
             {"optimizer": {"shard": "states"}, "communication": {"algorithm": "two_level"}},
             ["algorithm = 'two_level'", "shard = 'states'", "auto, ring"],
         ),
+        ({"finetuning": {"kind": "sft"}}, ["finetuning.kind = 'sft'", "'supervised', 'dpo'"]),
+        ({"finetuning": {"adapter": 3}}, ["finetuning.adapter = 3", "[finetuning.adapter]"]),
+        ({"finetuning": {"adapter": {"rnk": 3}}}, ["unknown key finetuning.adapter.rnk", "rank"]),
+        ({"finetuning": {"adapter": {"rank": 3}}}, ["adapter.rank = 3", "kind = 'none'", "'supervised' or 'dpo'"]),
+        ({"finetuning": {"adapter": {"alpha": 3}}}, ["adapter.alpha = 3.0", "rank = 0", "alpha = 16.0"]),
+        ({"finetuning": {"adapter": {"base": "int4"}}}, ["adapter.base = 'int4'", "rank = 0", "base = 'compute'"]),
+        ({"finetuning": {"adapter": {"targets": ["up"]}}}, ["adapter.targets = ('up',)", "rank = 0"]),
+        ({"finetuning": {"adapter": {"targets": ["head"]}}}, ["adapter.targets", "query, key, value"]),
+        ({"finetuning": {"kind": "supervised", "beta": 0.5}}, ["beta = 0.5", "'supervised'", "kind = 'dpo'"]),
     ],
 )
 def test_a_wrong_file_is_refused_with_key_value_and_what_is_valid(tables, said):

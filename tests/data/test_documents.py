@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hpcllm.data.dedup import digest, split_key
-from hpcllm.data.documents import DAMAGED, NOT_UTF8, TOO_LARGE, Document, Problem, normalise, read_documents
+from hpcllm.data.documents import DAMAGED, NOT_UTF8, TOO_LARGE, Document, Problem, TextRows, normalise, read_documents
 from hpcllm.data.inputs import Unit, find_units, share
 from hpcllm.errors import DataError
 
@@ -32,7 +32,7 @@ def jsonl(texts):
 
 
 def read(path, **more):
-    return [item for unit in find_units([path], Counter()) for item in read_documents(unit, "text", **more)]
+    return [item for unit in find_units([path], Counter()) for item in read_documents(unit, TextRows("text"), **more)]
 
 
 def texts_of(items):
@@ -85,7 +85,7 @@ def test_ranges_of_a_jsonl_hold_each_line_once_and_in_order(tmp_path_factory, te
     data = line_end.join(json.dumps({"text": f"{i}{text}"}).encode() for i, text in enumerate(texts))
     path.write_bytes(data + (line_end if ends and texts else b""))
     units = find_units([path], Counter(), range_bytes)
-    items = [item for unit in units for item in read_documents(unit, "text")]
+    items = [item for unit in units for item in read_documents(unit, TextRows("text"))]
     assert texts_of(items) == [normalise(f"{i}{text}") for i, text in enumerate(texts)]
     assert [item for item in items if isinstance(item, Problem)] == []
     assert sum(unit.size for unit in units) == path.stat().st_size

@@ -17,7 +17,8 @@ from pytest_mpi.parallel_assert import parallel_assert
 
 from hpcllm.cli.main import main
 from hpcllm.data.loader import Loader
-from hpcllm.data.sampler import Sampler, sample_count
+from hpcllm.data.packing import SplitArrays, make_rows
+from hpcllm.data.sampler import Sampler
 from hpcllm.data.store import LARGEST_TOKENIZER_BYTES, SPLITS, TokenStore, epochs_note, is_store, read_header
 from hpcllm.data.store_verify import verify
 from hpcllm.data.store_watch import StoreWatch
@@ -203,8 +204,9 @@ def test_a_store_that_is_cut_while_it_is_read_is_said(tmp_path):
     """Without the look before, the batch is a SIGBUS: the rank dies, and nothing is said of the store."""
     path = write_store(tmp_path / "store.h5", documents=1, tokens=TOKENS)
     store = TokenStore.open(path)
-    watch, sampler = StoreWatch(store, "train"), Sampler(sample_count(TOKENS, 8), 0)
-    loader = Loader(store.tokens("train"), sampler, 8, 4, 0, 4, 1, torch.device("cpu"), watch)
+    rows = make_rows(SplitArrays(store.tokens("train"), store.documents("train")), 8, "stream", masked=True)
+    watch, sampler = StoreWatch(store, "train"), Sampler(rows.count, 0)
+    loader = Loader(rows, sampler, 4, 0, 4, 1, torch.device("cpu"), watch)
     assert loader.take(0).inputs.shape == (1, 4, 8)
     os.truncate(path, 4096)
     watch._length_due_s = 0.0

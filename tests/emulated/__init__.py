@@ -1,5 +1,8 @@
 """Kernels of devices on the CPU: compiled by g++ with emulator.h, run on CPU tensors and on those of "pretend".
 
+    Emulator(32)   warps of NVIDIA's: the lines of common.cuh for NVRTC
+    Emulator(64)   wavefronts of AMD's: the lines for hipRTC
+
 The library is kept in a folder under a hash of its text, so that tests compile each kernel once on a machine.
 """
 
@@ -9,9 +12,12 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -20,13 +26,23 @@ import torch
 from hpcllm.codecs import Codec, find_codec
 from hpcllm.codecs.catalogue import device_codec
 from hpcllm.codecs.gpu.compiler import Program
-from hpcllm.codecs.gpu.launch import LANES, THREADS, WORD, blocks_of, check_aligned
+from hpcllm.codecs.gpu.launch import THREADS, WORD, blocks_of, check_aligned
 
 HEADER = Path(__file__).parent / "emulator.h"
 # -fno-strict-aliasing: bytes are looked at as words, which the compilers of devices allow
-FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-Wall", "-Wextra"]
-IGNORED = ["-Wno-unused-function", "-Wno-unused-const-variable", "-Wno-psabi"]
+FLAGS = ["-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-Wall", "-Wextra"]
+IGNORED = [
+    "-Wno-unused-function",
+    "-Wno-unused-const-variable",
+    "-Wno-unused-variable",
+    "-Wno-psabi",
+    "-Wno-unknown-pragmas",
+]
+VENDORS = {32: "-D__CUDACC__", 64: "-D__HIPCC_RTC__"}
 PARAMETERS = 12
+# an exchange is known by its line in the text of a codec, though all of them happen in the lines of common.cuh
+EXCHANGES = ("shuffle", "shuffle_xor", "shuffle_up", "shuffle_down", "votes", "any_lane", "sum_up_to", "transposed")
+MARKS = "\n".join(f"#define {name}(...) (emulator::at(__LINE__), {name}(__VA_ARGS__))" for name in EXCHANGES)
 
 
 def why_not() -> str:
@@ -34,25 +50,37 @@ def why_not() -> str:
     return "" if shutil.which("g++") else "kernels are emulated by g++, which is not here"
 
 
+@dataclass(frozen=True)
 class Emulator:
-    """A Launcher. Groups that the last block of a launch has too many are run too, as a device would."""
+    """A Launcher. Groups that the last block of a launch has too many are run too, as a device would.
 
-    def launch(self, program: Program, kernel: str, groups: int, arguments: list[torch.Tensor | int]) -> None:
+    lanes: of a wave, 32 or 64; options: of g++.
+    """
+
+    lanes: int = 32
+    options: tuple[str, ...] = ("-O1",)
+
+    def launch(self, program: Program, kernel: str, groups: int, arguments: Sequence[torch.Tensor | int]) -> None:
         assert len({argument.device for argument in arguments if isinstance(argument, torch.Tensor)}) == 1
         check_aligned(program, arguments)
+        if any(isinstance(argument, torch.Tensor) and not argument.is_cpu for argument in arguments):
+            _tell_pretended(program, kernel, arguments)
         words = (ctypes.c_uint64 * PARAMETERS)(*map(_word, arguments))
-        library, message = _library(program), ctypes.create_string_buffer(200)
-        count = ctypes.c_uint64(blocks_of(groups) * THREADS // LANES)
+        library, message = self.library(program), ctypes.create_string_buffer(200)
+        count = ctypes.c_uint64(blocks_of(groups) * THREADS // self.lanes)
         if library.emulate(ctypes.cast(library[kernel], ctypes.c_void_p), words, count, message, len(message)):
             raise AssertionError(f"{program} {kernel}: {message.value.decode()}")
 
+    def library(self, program: Program) -> ctypes.CDLL:
+        return _library(program, (*self.options, f"-DWAVE={self.lanes}", VENDORS[self.lanes]))
 
-EMULATOR = Emulator()
+
+EMULATOR, WAVEFRONTS = Emulator(32), Emulator(64)
 
 
-def emulated(name: str, dtype: torch.dtype) -> Codec:
+def emulated(name: str, dtype: torch.dtype, launcher: Emulator = EMULATOR) -> Codec:
     """The codec with kernels, for CPU tensors and for those of "pretend"."""
-    return device_codec(find_codec(name, dtype), EMULATOR, "", "emulated")
+    return device_codec(find_codec(name, dtype), launcher, "", "emulated")
 
 
 def _word(argument: torch.Tensor | int) -> int:
@@ -65,10 +93,30 @@ def _word(argument: torch.Tensor | int) -> int:
     return pretend.native().behind(argument.data_ptr()) if argument.numel() else 0
 
 
+def _tell_pretended(program: Program, kernel: str, arguments: Sequence[torch.Tensor | int]) -> None:
+    """Let the pretended device know what the kernel reads and writes, as its text says; pointers to const are read."""
+    import pretend
+
+    touched: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for is_read, argument in zip(_reads(program, kernel), arguments, strict=True):
+        if isinstance(argument, torch.Tensor):
+            touched[is_read].append(argument)
+    pretend.native().launch(kernel, touched[True], touched[False])
+
+
 @cache
-def _library(program: Program) -> ctypes.CDLL:
-    text = f'#include "{HEADER}"\n{program.text()}'
-    command = ["g++", *FLAGS, *IGNORED, *program.defines(), "-x", "c++", "-"]
+def _reads(program: Program, kernel: str) -> list[bool]:
+    """Tell of each parameter if the kernel only reads what it points to."""
+    found = re.search(rf"KERNEL\s+{kernel}\(([^)]*)\)", program.text())
+    assert found, f"{program} has no kernel {kernel}"
+    return [parameter.strip().startswith("const ") for parameter in found[1].split(",")]
+
+
+@cache
+def _library(program: Program, options: tuple[str, ...]) -> ctypes.CDLL:
+    common, mark, rest = program.text().partition('\n#line 1 "')
+    text = f'#include "{HEADER}"\n{common}\n{MARKS}{mark}{rest}'
+    command = ["g++", *FLAGS, *options, *IGNORED, *program.defines(), "-x", "c++", "-"]
     key = hashlib.sha256("\n".join([*command, text, HEADER.read_text()]).encode()).hexdigest()[:20]
     folder = Path(tempfile.gettempdir()) / f"hpcllm-emulated-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
+import small_runs
 import torch
 
 from hpcllm.model.initialisation import allocate, build, initialise
 from hpcllm.training.setup import open_run
-from tests import small_runs
 from tests.model.variants import VARIANTS, whole
 
 STEPS = 5
@@ -77,3 +81,39 @@ def test_plain_attention_runs_in_a_fused_kernel(comm, device):
     ):
         assert run.device == device
         small_runs.run_steps(run, 1)
+
+
+STEPS_OF_ITS_OWN = """
+import sys
+from mpi4py import MPI
+import small_runs
+table = small_runs.tiny(run={"device": "gpu"}, precision={"compute": sys.argv[1]}, communication={"gpu_aware": "no"})
+print(small_runs.losses(table, MPI.COMM_WORLD, 3).tobytes().hex())
+"""
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_kernels_that_run_one_by_one_give_the_same_bits(device, compute):  # noqa: ARG001
+    """CUDA_LAUNCH_BLOCKING and AMD_SERIALIZE_KERNEL make launches wait: a race of streams gives other bits there."""
+    found = set()
+    for blocking in ({}, {"CUDA_LAUNCH_BLOCKING": "1", "AMD_SERIALIZE_KERNEL": "3"}):
+        command = [sys.executable, "-c", STEPS_OF_ITS_OWN, compute]
+        done = subprocess.run(command, env=os.environ | blocking, capture_output=True, text=True, timeout=110)
+        assert done.returncode == 0, done.stderr[-2000:]
+        found.add(done.stdout)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("window", [None, 64], ids=["all", "window"])
+def test_which_attention_kernel_ran_is_said(device, window, record_property):
+    """Into the report of pytest, `--junitxml`: names of kernels differ from one version of PyTorch to the next."""
+    q, k, v = (torch.randn(1, 4, 256, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    places = torch.arange(256, device=device)
+    apart = places[:, None] - places
+    mask = None if window is None else (apart >= 0) & (apart < window)
+    with torch.profiler.profile() as profile:
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=window is None)
+        out.sum().backward()
+    names = sorted({event.name for event in profile.events() if "attention" in event.name})
+    record_property("attention", ", ".join(names))
+    assert names

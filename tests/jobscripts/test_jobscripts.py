@@ -179,7 +179,17 @@ def cores_of_ranks(folder: str) -> list[set[int]]:
     return [{core for core in range(mask.bit_length()) if mask >> core & 1} for mask in masks]
 
 
-@pytest.mark.parametrize("folder", ["lumi", "aurora"])
+@pytest.mark.parametrize("folder", ["frontier", "lumi", "perlmutter"])
+def test_ranks_of_a_node_can_open_one_another_s_device_memory(folder):
+    """All devices of a node are in one control group: srun hands none of them out, one_device.sh hides the others."""
+    for verb in VERBS:
+        for command in started(dry_run(script_of(folder, verb), *WORDS[verb])):
+            options_of_gpus = [word for word in command if word.startswith(("--gpus-per-task", "--gpu-bind"))]
+            assert set(options_of_gpus) <= {"--gpu-bind=none"}
+            assert sum(word.endswith("one_device.sh") for word in command) == 1
+
+
+@pytest.mark.parametrize("folder", ["frontier", "lumi", "aurora"])
 def test_each_rank_runs_on_the_cores_beside_its_device_and_on_no_others(folder):
     """Rank i has device i there, so the lists are in the order of the devices."""
     machine = machines.load(MACHINE_OF[folder])
@@ -272,6 +282,30 @@ def test_many_nodes_start_python_from_one_file_without_being_asked(folder, tmp_p
     os.utime(tmp_path / "env.tar", (1, 1))  # older than the source
     os.utime(tmp_path / "env.sqsh", (1, 1))
     assert pack in command(SLURM_JOB_NUM_NODES="65")
+
+
+@pytest.mark.parametrize(("folder", "sign"), [("aurora", "launch_copper.sh"), ("el-capitan", "flux archive create")])
+@pytest.mark.parametrize("nodes", [2, 64, 65, 9000])
+def test_many_nodes_are_spared_the_small_files_under_other_batch_systems_too(tmp_path, folder, sign, nodes):
+    """By Copper where ALCF has it, which needs no archive, and by Flux's own broadcast of one."""
+    (tmp_path / "nodes").write_text("".join(f"node{number}\n" * 12 for number in range(nodes)))
+    (tmp_path / "flux").write_text(f"#!/bin/sh\necho {nodes}\n")
+    (tmp_path / "flux").chmod(0o755)
+
+    def lines(**variables: str) -> list[str]:
+        words = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PBS_NODEFILE": str(tmp_path / "nodes")} | variables
+        return dry_run(script_of(folder, "run"), *WORDS["run"], HPCLLM_ENV=str(tmp_path / "env"), **words)
+
+    def is_spared(**variables: str) -> bool:
+        return any(line.startswith(sign) for line in lines(**variables))
+
+    assert is_spared() == (nodes > 64)
+    assert is_spared(HPCLLM_PACKED="1")
+    assert not is_spared(HPCLLM_PACKED="0")
+    if folder == "el-capitan":
+        packed = [line.endswith("install.sh pack") for line in lines()]
+        python = next(word for word in started(lines())[-1] if word.endswith("bin/python"))
+        assert any(packed) == python.endswith("/hpcllm-JOB/environment/bin/python") == (nodes > 64)
 
 
 def test_what_cannot_be_packed_or_copied_is_said_and_the_run_starts_all_the_same(tmp_path):

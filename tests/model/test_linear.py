@@ -39,8 +39,11 @@ def test_both_halves_make_the_whole_and_the_first_leaves_linear_layers_alone(nam
     names = {p: key for key, p in split.named_parameters()}
     told = [names[p] for p in told]
     assert sorted(told) == sorted(linear | ({"embedding.weight"} if model.tied else set()))
-    for (key, p), q in zip(split.named_parameters(), want.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-5 * q.grad.abs().max().item(), msg=key)
+    wanted = {key: q.grad for key, q in want.named_parameters()}
+    for key, p in split.named_parameters():
+        # a key's bias shifts all scores of a query alike, which softmax ignores: its gradient is 0 but for rounding
+        size = wanted[key.replace("key.bias", "query.bias")].abs().max().item()
+        torch.testing.assert_close(p.grad, wanted[key], rtol=1e-5, atol=1e-5 * size, msg=key)
 
 
 def test_what_is_added_a_second_time_is_added_to_the_first():

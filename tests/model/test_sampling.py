@@ -28,11 +28,11 @@ def drawing(decoder, temperature, top_k=0, seed=0) -> TokenSampler:
     return TokenSampler(temperature, top_k, decoder.model.vocabulary, torch.Generator().manual_seed(seed))
 
 
-def sample(decoder, new_tokens=30, temperature=1.0, top_k=0, seed=0, stop=None, prompt=PROMPT):
+def sample(decoder, new_tokens=30, temperature=1.0, top_k=0, seed=0, stops=(), prompt=PROMPT):
     check_settings(new_tokens, temperature, top_k)
     check_prompt(prompt, decoder.model.vocabulary)
     next_token = local_next_token(decoder, drawing(decoder, temperature, top_k, seed), len(prompt) + new_tokens)
-    return list(generate(next_token, prompt, new_tokens, decoder.model.max_sequence, stop))
+    return list(generate(next_token, prompt, new_tokens, decoder.model.max_sequence, stops))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -96,7 +96,7 @@ def test_any_window_goes_on():
 
         for length in (1, window, window + 3):
             tokens = []
-            for token in generate(next_token, list(range(length)), 30, window, None):
+            for token in generate(next_token, list(range(length)), 30, window):
                 assert 0 < len(read) <= window
                 tokens.append(token)
             assert tokens == list(range(length, length + 30))
@@ -116,8 +116,9 @@ def test_seed_repeats_and_another_differs(decoder):
 
 def test_stop_ends_before_it_is_yielded(decoder):
     free = sample(decoder, temperature=2.0)
-    stop = free[10]
-    assert sample(decoder, temperature=2.0, stop=stop) == free[: free.index(stop)]
+    for stops in ({free[10]}, {free[10], free[4]}, {free[10], -1}):
+        end = min(map(free.index, stops & set(free)))
+        assert sample(decoder, temperature=2.0, stops=stops) == free[:end]
 
 
 def test_caller_keeps_its_prompt_and_gradients(decoder):

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
+from pytest_mpi import parallel_assert
 
+from hpcllm.mpi import buffers
 from hpcllm.mpi.gpu_aware import (
+    CASES,
     CUDA,
     HIP,
     LEVEL_ZERO,
@@ -16,8 +21,10 @@ from hpcllm.mpi.gpu_aware import (
     _verdict,
     gpu_aware,
     library_says,
+    try_between_ranks,
     try_in_child,
 )
+from hpcllm.mpi.gpu_aware_marker import ADVICE, MARKER
 
 DEVICE = "pretend:0"
 UP = f"{STARTED}\n".encode()
@@ -34,6 +41,82 @@ def test_it_is_found_out_by_sending(comm):
         else "a child process that sent device memory died of SIGSEGV"
     )
     assert len(set(comm.allgather(found))) == 1
+
+
+@pytest.mark.pretend("open")
+@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parametrize("ranks_a_node", [1, 2, 3])
+def test_each_pair_of_neighbours_in_and_between_nodes_is_tried(comm, ranks_a_node, monkeypatch):
+    """Every rank sends to the next of its node, and to that of its own place on the next node that has one."""
+    sent, send = set(), buffers.isend
+
+    def isend(ring, tensor, peer, tag):
+        sent.add((int(ring.group.Translate_ranks([peer], comm.group)[0]), tensor.nbytes, tensor.data_ptr() % 2))
+        return send(ring, tensor, peer, tag)
+
+    monkeypatch.setattr(buffers, "isend", isend)
+    number, place = divmod(comm.rank, ranks_a_node)
+    node = comm.Split(number)
+    found = try_between_ranks(comm, node, torch.device(DEVICE))
+    parallel_assert(found == DeviceAccess(True, "device memory was sent and came right"))
+    members = [rank for rank in range(comm.size) if rank // ranks_a_node == number]
+    places = range(place, comm.size, ranks_a_node)
+    peers = {members[(place + 1) % len(members)], places[(number + 1) % len(places)]}
+    parallel_assert(sent == {(peer, size_bytes, at % 2) for peer in peers for size_bytes, at in CASES})
+    parallel_assert(max(size_bytes for _, size_bytes, _ in sent) == 64 << 20)
+    parallel_assert(any(odd for *_, odd in sent))
+    node.Free()
+
+
+@pytest.mark.pretend
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_trial_that_was_lived_through_leaves_no_marker(comm, shared_path, is_there):
+    folder = shared_path / "r"
+    if is_there and comm.rank == 0:
+        folder.mkdir()
+    comm.Barrier()
+    for _ in range(2):
+        found = gpu_aware(comm, torch.device(DEVICE), folder=folder)
+        comm.Barrier()
+        parallel_assert(found.direct == (os.environ["HPCLLM_PRETEND"] == "open"))
+        parallel_assert(folder.exists() == is_there)
+        parallel_assert(not is_there or not list(folder.iterdir()))
+
+
+START = """
+import sys
+from pathlib import Path
+import torch
+from mpi4py import MPI
+from hpcllm.mpi import gpu_aware, gpu_aware_marker
+gpu_aware.try_in_child = lambda device: gpu_aware.DeviceAccess(True, "a copy inside the library")
+gpu_aware_marker._library = lambda: sys.argv[2]
+print(gpu_aware.gpu_aware(MPI.COMM_WORLD, torch.device("pretend:0"), folder=Path(sys.argv[1])))
+"""
+
+
+def start(folder, library: str) -> subprocess.CompletedProcess[str]:
+    """A start whose library serves a rank's messages to itself by copies, and crashes on those between ranks."""
+    command = [sys.executable, "-c", START, str(folder), library]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.pretend("sealed")
+def test_a_library_that_crashes_costs_one_start(tmp_path):
+    died = start(tmp_path / "r", "one")
+    assert died.returncode < 0
+    assert "if the job ends here, start it again" in died.stderr
+    marker = tmp_path / "r" / MARKER
+    assert "died of that" in marker.read_text()
+    for _ in range(2):
+        lives = start(tmp_path / "r", "one")
+        assert lives.returncode == 0, lives.stderr
+        assert "direct=False" in lives.stdout
+        assert f"did not live through sending it; delete {marker} to try again; {ADVICE}" in lives.stdout
+    assert start(tmp_path / "r", "another library").returncode < 0
+    marker.unlink()
+    assert start(tmp_path / "r", "another library").returncode < 0
 
 
 @pytest.mark.parallel([1, 2])

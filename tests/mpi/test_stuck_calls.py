@@ -63,6 +63,44 @@ def test_a_rank_that_stops_at_any_time_ends_the_job_with_its_words(where):
     assert time.monotonic() - start < 20
 
 
+SMALL_CALLS = """
+import os, signal, sys
+import torch
+from hpcllm.collectives import operations
+from hpcllm.collectives.group import make_group
+from hpcllm.mpi import watchdog
+from hpcllm.mpi.wait import Waits, job_waits
+from hpcllm.system.job import run_job
+operation, stopped = sys.argv[1], int(sys.argv[2])
+def command(world):
+    watchdog.GRACE_S = 0.6
+    group, x = make_group(world), torch.ones(world.size * 256)
+    group.wire.waits = Waits(0.6, observer=job_waits.observer, foreground=True)
+    for number in range(10):
+        if number == 5 and world.rank == stopped:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        getattr(operations, operation)(x, group, *[stopped] * (operation == "broadcast"))
+        assert all(plan.algorithm == "native" for plan in group.plans.values())
+    return 0
+sys.exit(run_job(command))
+"""
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("operation", ["allreduce", "reduce_scatter", "allgather", "alltoall", "broadcast"])
+def test_a_small_call_of_the_library_blocks_and_is_named_all_the_same(operation, stopped):
+    """Within the limit of its waits, not WORK times it, by a rank that is in such a call, as those that it asks are."""
+    start = time.monotonic()
+    done = run_script(SMALL_CALLS, 3, operation, str(stopped))
+    assert done.returncode != 0
+    name = {"broadcast": "bcast"}.get(operation, operation)
+    size_bytes = 3 * 1024 * (3 if operation == "allgather" else 1)
+    awaits = rf"the library's {name} of {size_bytes} bytes, ranks 0-2"
+    assert re.search(rf"rank {stopped} \(process .*\) has not answered", done.stderr), done.stderr
+    assert re.search(awaits, done.stderr), done.stderr
+    assert time.monotonic() - start < 20
+
+
 def test_a_rank_that_crashes_in_mpi_init_says_so_and_not_that_it_waited_too_long():
     """The other one does not come, so that MPI_Init is where the signal finds it."""
     script = """

@@ -10,7 +10,8 @@ import pytest
 from mpi4py import MPI
 
 from hpcllm.errors import StallError
-from hpcllm.mpi.wait import Waits
+from hpcllm.mpi import wait
+from hpcllm.mpi.wait import MOST_BLOCKING_BYTES, JobWaits, Waits
 
 
 def never() -> str:
@@ -89,3 +90,52 @@ def test_a_wait_that_mpi_gives_up_has_a_name_too():
     ):
         Waits(5.0).until(lambda: comm.Send(np.zeros(1), 99) is None, lambda: "the words of rank 5")
     comm.Free()
+
+
+@pytest.fixture
+def guarded(monkeypatch):
+    """The job's waits as they are while a thread looks at calls that block; it does not run here."""
+    job = JobWaits(guarded=True)
+    monkeypatch.setattr(wait, "job_waits", job)
+    return job
+
+
+def test_under_a_limit_only_short_calls_of_the_foreground_block_and_only_where_they_are_guarded(guarded):
+    for limit_s in (None, 5.0):
+        for foreground in (False, True):
+            for guarded.guarded in (False, True):
+                waits = Waits(limit_s, foreground=foreground)
+                short = limit_s is None or (foreground and guarded.guarded)
+                assert waits.may_block(0) == waits.may_block(MOST_BLOCKING_BYTES) == short
+                assert waits.may_block(MOST_BLOCKING_BYTES + 1) == (limit_s is None)
+
+
+def test_a_call_that_blocks_is_known_while_it_does_and_its_time_is_counted(guarded):
+    waits, seen = Waits(5.0, foreground=True), []
+
+    def call(*arguments):
+        time.sleep(0.05)
+        seen.append((arguments, [(one.waits, one.what()) for one in guarded.calls.values()]))
+
+    waits.block(lambda: "a letter", call, 1, 2)
+    assert seen == [((1, 2), [(waits, "a letter")])]
+    assert not guarded.calls
+    assert 0.05 <= waits.total_s < 5
+
+
+def test_a_call_that_mpi_gives_up_has_a_name_and_is_over(guarded):
+    comm = MPI.COMM_SELF.Dup()
+    with pytest.raises(StallError, match=r"MPI failed in the wait for the words of rank 5: (?s:.*) be gone$"):
+        Waits(5.0, foreground=True).block(lambda: "the words of rank 5", comm.Send, np.zeros(1), 99)
+    assert not guarded.calls
+    comm.Free()
+
+
+@pytest.mark.parametrize(("device", "longest_s"), [("cpu", 500e-6), ("cuda", 50e-6)])
+def test_messages_of_a_device_are_polled_more_often(monkeypatch, device, longest_s):
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    waits, polls = Waits(limit_s=5.0), iter(range(100))
+    waits.poll_for(device)
+    waits.until(lambda: next(polls) == 99, never)
+    assert max(slept) == longest_s

@@ -91,7 +91,7 @@ with() { # NAME COMMAND...
 row() { # NAME LOG: '| Open MPI v4.1.4 | debian-openmpi | 2 ranks: 949 passed, 5 skipped; 3 ranks: ... |'
     local version groups
     version=$(with "$1" bash jobscripts/local/mpirun.sh 1 \
-        python -c 'from mpi4py import MPI; print(MPI.Get_library_version().split(",")[0])' 2>/dev/null | head -n 1)
+        python -c 'from mpi4py import MPI; print(MPI.Get_library_version().split(",")[0])' 2>/dev/null | sed -n 1p || :) # read whole: a launcher whose pipe is closed fails
     groups=$(awk '
         / tests on [0-9]+ ranks$/ { group = $(NF - 1) " ranks: " }
         / ended early, exit code / { printf "%s%sended early", comma, group; comma = "; " }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants import waits
 from tests.mutants.run import HERE, occurs_once, read
 
 ROOT = Path(__file__).parents[2]
@@ -29,3 +30,13 @@ def test_there_are_faults_in_every_room():
     assert set(counts) >= ROOMS
     assert len(MUTANTS) >= 100
     assert all(mutant.file.startswith(f"hpcllm/{mutant.room}/") for mutant in MUTANTS)
+
+
+def test_each_wait_of_the_device_path_can_be_deleted():
+    mutants = list(waits.mutants("sealed"))
+    assert len(mutants) >= 100
+    assert len({mutant.name for mutant in mutants}) == len(mutants)
+    for mutant in mutants:
+        assert occurs_once(mutant.find, ROOT / mutant.file), mutant.name
+        assert mutant.find != mutant.replace
+        assert all((ROOT / test).exists() for test in mutant.tests)

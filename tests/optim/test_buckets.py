@@ -23,6 +23,7 @@ from hpcllm.model.loss import cross_entropy_sum
 from hpcllm.model.shapes import split_layers
 from hpcllm.mpi.mesh import open_mesh
 from hpcllm.optim.buckets import GradientBuckets
+from hpcllm.optim.flat_buffers import Traits, lay_out
 from hpcllm.optim.gradient_reduce import GradientReduce
 from hpcllm.optim.shard_spec import Groups, make_shard_specs
 
@@ -190,6 +191,26 @@ def test_every_parameter_is_in_one_bucket_of_its_kind_and_its_gradient_is_a_view
         assert torch.equal(torch.cat([parameters[name].grad.flatten() for name in names]), bucket.gradients)
         full_without_the_last = 4 * sum(parameters[name].numel() for name in names[:-1])
         assert full_without_the_last < bucket_bytes
+
+
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=40),
+    st.integers(1, 1000),
+    st.sampled_from(["", "blocks.3"]),
+)
+def test_sums_begin_early_and_the_last_one_is_short(sizes, buffer_values, unit):
+    """But for what a single parameter makes longer; whole parameters, in backward order."""
+    names = {str(number): size for number, size in enumerate(sizes)}
+    buffers = lay_out(names, lambda _: Traits(exact=False, unit=unit), buffer_values)
+    assert [name for buffer in buffers for name in buffer.names] == list(reversed(names))
+    assert all(sum(buffer.sizes[:-1]) < buffer_values for buffer in buffers)
+    short = buffer_values if unit else buffer_values / 4
+    assert all(buffer.size >= short for buffer in buffers[:-1])
+    assert sum(buffer.size < buffer_values for buffer in buffers[:-1]) <= (0 if unit else 2)  # the ends
+    if not unit:
+        first, last = buffers[0].sizes, buffers[-1].sizes
+        assert sum(first[:-1]) < short
+        assert not any(sum(last[:cut]) >= short >= sum(last[cut:]) for cut in range(1, len(last)))
 
 
 @settings(deadline=None, max_examples=30)

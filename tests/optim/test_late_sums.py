@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
+from small_runs import losses, run_steps, tiny
 
 from hpcllm.collectives import group
 from hpcllm.optim.weights import LateWeights
 from hpcllm.training.step import forward_backward
-from tests.small_runs import losses, run_steps, tiny
 
 LAYOUTS = {2: [(2, 1, 1)], 3: [(3, 1, 1)], 4: [(4, 1, 1), (2, 2, 1), (2, 1, 2)]}
 CODECS = ["raw", "int8:256", "int8:256:sr"]
@@ -106,7 +106,7 @@ def test_what_waits_is_used_up_by_the_first_forward_pass(comm):
         left = [len(weights._late)]
         decoder = run.engine.chunks[0].decoder
         with torch.inference_mode():
-            x = decoder._embed(torch.zeros(1, 4, dtype=torch.int64), 0)
+            x = decoder._embed(torch.zeros(1, 4, dtype=torch.int64), 0, None)
             left.append(len(weights._late))
             for number in decoder.blocks:
                 weights.before_unit(f"blocks.{number}", x)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
+from small_runs import losses, run_steps, tiny
 
 from hpcllm.collectives import chunk_range
 from hpcllm.config.schema import Config
@@ -21,7 +22,6 @@ from hpcllm.optim.weights import Zero3Weights
 from hpcllm.system.job import StopSignals
 from hpcllm.training.log import TRAFFIC
 from hpcllm.training.loop import train
-from tests.small_runs import losses, run_steps, tiny
 
 SHARDED = ["states", "states+gradients", "all"]
 LEVELS = ["none", *SHARDED]

@@ -132,7 +132,7 @@ def test_a_shared_device_names_its_ranks():
     allocation = with_ranks(perlmutter(2), same)
     found = the_one(allocation, "3 ranks share the device 0000:01:00.0", "slow")
     assert found.where == "ranks 0-2, 4-6 on nid[00000-00001]"
-    assert "--gpu-bind=closest" in found.fix
+    assert "--gpu-bind=none" in found.fix
 
 
 @pytest.mark.parametrize(("used", "severity"), [(4, "slow"), (7, "note")])
@@ -157,6 +157,42 @@ def test_a_pytorch_for_other_devices():
         return dataclasses.replace(rank, device=dataclasses.replace(rank.device, unfit="no kernel image is available"))
 
     the_one(with_ranks(perlmutter(1), other), "no kernel image is available", "breaks")
+
+
+def test_a_device_that_takes_one_process_is_no_device_for_two():
+    def second(place: int, rank: RankFacts, unfit: str) -> RankFacts:
+        first = perlmutter().nodes[0].facts.ranks[0].device
+        assert first
+        assert rank.device
+        shared = first if place == 1 else rank.device
+        return dataclasses.replace(
+            rank, device=dataclasses.replace(shared, one_process=True, unfit=unfit if place == 1 else "")
+        )
+
+    words = "2 ranks share the device 0000:01:00.0, in the compute mode EXCLUSIVE_PROCESS"
+    alone = with_ranks(perlmutter(), lambda place, rank: second(place, rank, "all devices are busy"))
+    assert "ranks 0-1, 4-5 on" in the_one(alone, words, "breaks").where
+    by_mps = with_ranks(perlmutter(), lambda place, rank: second(place, rank, ""))
+    the_one(by_mps, words, "note")
+    each = with_ranks(perlmutter(), lambda _, rank: dataclasses.replace(
+        rank, device=dataclasses.replace(rank.device, one_process=True)  # type: ignore[type-var]
+    ))  # fmt: skip
+    assert check(each) == []
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_memory_that_mpi_cannot_map_is_warned_of(name):
+    for setting in ("expandable_segments:True", "max_split_size_mb:64, expandable_segments : true"):
+        found = the_one(with_variable(frontier(), name, setting), f"{name} has expandable_segments", "slow")
+        assert found.fix.startswith(f"leave it out of {name}")
+        assert not check(with_variable(laptop(2), name, setting))  # the CPU's memory is the kernel's
+    for setting in (
+        "",
+        "max_split_size_mb:64",
+        "expandable_segments:False",
+        "expandable_segments:True,expandable_segments:False",
+    ):
+        assert not check(with_variable(frontier(), name, setting))
 
 
 def test_ranks_that_mpi_did_not_bring_together():

@@ -90,7 +90,7 @@ def test_what_looks_slow_is_measured_again_before_anybody_is_blamed(comm, monkey
     for module, nothing in ((bandwidth, []), (storage, None), (codec_test, None)):
         monkeypatch.setattr(module, "measure", lambda *_, nothing=nothing: nothing)
     comms = open_communicators(comm, Waits(10.0))
-    found = examination._measure(comms, torch.device("cpu"), None, None)
+    found = examination._measure(comms, torch.device("cpu"), None, None, None)
     comms.free()
     assert len(calls) == (1 if slow_times == 0 else 2)
     assert [len(one.findings) for one in found] == ([int(slow_times == 2)] if comm.rank == 0 else [])

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-SOURCE = Path(__file__).parent / "device.cpp"
+SOURCE_NAMES = ("device.cpp", "streams.h", "counts.h", "memory.h", "order.h", "sites.h")
+SOURCES = [Path(__file__).parent / name for name in SOURCE_NAMES]
 NAME = "hpcllm_pretend_device"
 _started: dict[str, Any] = {}
 
@@ -56,7 +57,11 @@ def start(open_: bool = False) -> None:
 
 
 def native() -> Any:
-    """now_bytes(), peak_bytes(), reset_peak(), copies() -> (to it, from it), behind(address) -> where values are."""
+    """now_bytes(), peak_bytes(), reset_peak(), behind(address) -> where values are.
+
+    take_faults() -> races since the last call (order.h); take_counts(): see counts.py; what else tests tell it of is in
+    messages.py and threads.py.
+    """
     return _started["native"]
 
 
@@ -83,7 +88,7 @@ def _module(native: Any) -> types.ModuleType:
 def _built() -> Path:
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    text = SOURCE.read_bytes() + torch.__version__.encode() + sys.version.encode()
+    text = b"".join(source.read_bytes() for source in SOURCES) + torch.__version__.encode() + sys.version.encode()
     folder = Path(tempfile.gettempdir()) / f"hpcllm-pretend-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     target = folder / f"{NAME}-{hashlib.sha256(text).hexdigest()[:16]}.so"
@@ -93,7 +98,15 @@ def _built() -> Path:
             aside = target.with_suffix(".tmp")
             includes = [f"-I{path}" for path in (*include_paths(), sysconfig.get_path("include"))]
             libraries = [word for path in library_paths() for word in (f"-L{path}", f"-Wl,-rpath,{path}")]
-            command = ["g++", "-O1", "-std=c++20", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={NAME}", str(SOURCE)]
+            command = [
+                "g++",
+                "-O1",
+                "-std=c++20",
+                "-fPIC",
+                "-shared",
+                f"-DTORCH_EXTENSION_NAME={NAME}",
+                str(SOURCES[0]),
+            ]
             links = ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(aside)]
             subprocess.run([*command, *includes, *libraries, *links], check=True, timeout=600)
             aside.rename(target)

@@ -6,8 +6,11 @@
 //     operation on "pretend" tensors  -->  PyTorch's CPU fallback: copies to CPU tensors (by the back), computes, copies back
 //
 // So whatever takes a tensor's address to the CPU, NumPy, numba or MPI dies of SIGSEGV as it would with a GPU's, and operations
-// that mix devices are refused. In "open" the front can be read: what a GPU-aware MPI sees. There is one device, with one
-// stream on which everything is done at once; events can be recorded and waited for and have always happened.
+// that mix devices are refused. In "open" the front can be read: what a GPU-aware MPI sees. There is one device, with as many
+// streams and events as a program makes. What may happen at the same time, but must not, is reported: see faults.
+//
+//     memory.h    what is where; poison        streams.h    streams, events, copies that are late
+//     order.h     races                        sites.h      the lines of Python behind each        counts.h    what is counted
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -18,76 +21,13 @@
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
-#include <c10/core/CPUAllocator.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <sys/mman.h>
 #include <torch/extension.h>
-#include <unistd.h>
 
-#include <atomic>
-#include <map>
-#include <mutex>
+#include "streams.h"
+
+using namespace pretend;
 
 namespace {
-
-using c10::Device, c10::DeviceIndex, c10::DeviceType, c10::Stream;
-constexpr auto PRETEND = DeviceType::PrivateUse1;
-constexpr size_t ARENA_BYTES = size_t{4} << 30; // of addresses; memory is taken where it is written
-constexpr size_t ALIGNMENT_BYTES = 512;
-
-char *front, *back;
-std::mutex lock;
-std::map<size_t, size_t> holes; // offset -> bytes
-std::map<size_t, size_t> taken;
-std::atomic<size_t> now_bytes{0}, peak_bytes{0};
-std::atomic<int64_t> from_cpu{0}, to_cpu{0}; // copies between the device and the CPU that a program asked for
-
-bool is_front(const void* pointer) { return pointer >= front && pointer < front + ARENA_BYTES; }
-void* behind(const void* pointer) {
-  return is_front(pointer) ? back + (static_cast<const char*>(pointer) - front) : const_cast<void*>(pointer);
-}
-
-void free_front(void* pointer) {
-  if (!pointer) return;
-  std::lock_guard<std::mutex> guard(lock);
-  auto found = taken.find(static_cast<char*>(pointer) - front);
-  auto hole = holes.emplace(*found).first;
-  now_bytes -= found->second;
-  taken.erase(found);
-  if (auto next = std::next(hole); next != holes.end() && hole->first + hole->second == next->first) {
-    hole->second += next->second;
-    holes.erase(next);
-  }
-  if (hole != holes.begin()) {
-    auto before = std::prev(hole);
-    if (before->first + before->second == hole->first) {
-      before->second += hole->second;
-      holes.erase(hole);
-    }
-  }
-}
-
-struct FrontAllocator final : at::Allocator {
-  at::DataPtr allocate(size_t bytes) override {
-    Device device(PRETEND, 0);
-    if (!bytes) return {nullptr, nullptr, &free_front, device};
-    bytes = (bytes + ALIGNMENT_BYTES - 1) / ALIGNMENT_BYTES * ALIGNMENT_BYTES;
-    std::lock_guard<std::mutex> guard(lock);
-    for (auto& [start, size] : holes) {
-      if (size < bytes) continue;
-      size_t place = start, rest = size - bytes;
-      holes.erase(place);
-      if (rest) holes.emplace(place + bytes, rest);
-      taken.emplace(place, bytes);
-      now_bytes += bytes;
-      peak_bytes = std::max(peak_bytes.load(), now_bytes.load());
-      return {front + place, front + place, &free_front, device};
-    }
-    TORCH_CHECK(false, "pretend: out of memory");
-  }
-  at::DeleterFnPtr raw_deleter() const override { return &free_front; }
-  void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(behind(to), behind(from), bytes); }
-} allocator;
 
 // the same values as a CPU tensor, at the back; the device's memory must outlive it
 at::Tensor cpu_view(const at::Tensor& tensor) {
@@ -111,9 +51,99 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
 
 thread_local int inside = 0; // the fallback's own copies are not the program's
 
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
-  if (!inside && from.device() != to.device()) ++(from.device().is_cpu() ? from_cpu : to_cpu);
-  cpu_view(to).copy_(cpu_view(from));
+using Touched = std::vector<std::pair<at::Tensor, order::Access>>;
+
+// Contiguous runs of a tensor's memory; one that holds them all if there are very many.
+std::vector<order::Span> spans_of(const at::Tensor& tensor) {
+  constexpr int64_t MOST_RUNS = 256;
+  if (!tensor.numel()) return {};
+  std::vector<std::pair<int64_t, int64_t>> dims; // stride, size; the closest values first
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) > 1 && tensor.stride(d)) dims.emplace_back(tensor.stride(d), tensor.size(d));
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t run = 1, runs = 1, last = 1;
+  for (auto [stride, size] : dims) {
+    last += stride * (size - 1);
+    (stride <= run ? run : runs) = stride <= run ? stride * (size - 1) + run : runs * size;
+  }
+  auto* first = static_cast<const char*>(tensor.data_ptr());
+  auto item = tensor.element_size();
+  if (runs == 1 || runs > MOST_RUNS) return {span_of(first, last * item)};
+  std::vector<int64_t> starts{0};
+  int64_t so_far = 1;
+  for (auto [stride, size] : dims) {
+    if (stride <= so_far) {
+      so_far += stride * (size - 1);
+      continue;
+    }
+    auto before = starts;
+    for (int64_t i = 1; i < size; ++i) {
+      for (auto start : before) starts.push_back(start + i * stride);
+    }
+  }
+  std::vector<order::Span> spans;
+  for (auto start : starts) spans.push_back(span_of(first + start * item, so_far * item));
+  return spans;
+}
+
+bool is_watched(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.numel() && (tensor.is_privateuseone() || is_pinned(tensor.data_ptr()));
+}
+
+// An operation of the current stream, at `epoch`, reads and writes these.
+void access(const Touched& touched, order::Epoch epoch) {
+  Held held;
+  auto& clock = events.clock(epoch.actor);
+  for (auto& [tensor, access] : touched) {
+    if (!is_watched(tensor)) continue;
+    for (auto span : spans_of(tensor)) events.memory.touch(span, access, clock, epoch);
+  }
+  held.end_copies(clock, epoch.site);
+}
+
+// The current stream is told to read and write these; it does so now.
+order::Epoch touch(const std::string& name, const Touched& touched) {
+  auto site = events.sites.here(name.c_str());
+  order::Epoch epoch;
+  {
+    Held held;
+    epoch = events.launch(actor_of(current_stream), site);
+    ++counts.operators[name];
+  }
+  access(touched, epoch);
+  return epoch;
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  if (inside) return cpu_view(to).copy_(cpu_view(from)), to;
+  auto epoch = touch("copy", {{from, order::READ}, {to, order::WRITE}});
+  if (from.device() == to.device()) return cpu_view(to).copy_(cpu_view(from)), to;
+  bool to_host = to.device().is_cpu();
+  auto host = to_host ? to : from;
+  {
+    Held held;
+    auto& copied = to_host ? counts.to_host : counts.to_device;
+    ++copied.count;
+    copied.bytes += from.numel() * from.element_size();
+  }
+  if (!non_blocking || !host.numel() || !is_pinned(host.data_ptr())) { // through memory of the driver's, which waits
+    cpu_view(to).copy_(cpu_view(from));
+    synchronise_stream(current_stream, to_host ? "a read by the host" : "a copy that waits");
+    return to;
+  }
+  Copy copy{epoch, host, {}, to_host};
+  if (to_host) {
+    copy.bytes = cpu_view(from).to(to.scalar_type(), false, true).contiguous();
+    if (to.is_contiguous()) memset(to.data_ptr(), POISON, to.nbytes());
+  } else {
+    copy.bytes = host_view(from).clone(at::MemoryFormat::Contiguous);
+    cpu_view(to).copy_(copy.bytes);
+  }
+  { // not beyond: to return a tensor counts its Python object, which takes the GIL, and who has that may wait for the lock
+    Held held;
+    copies.push_back(std::move(copy));
+  }
   return to;
 }
 
@@ -122,7 +152,11 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   return copy_from(from, to, false);
 }
 
-at::Scalar local_scalar(const at::Tensor& tensor) { return cpu_view(tensor).item(); }
+at::Scalar local_scalar(const at::Tensor& tensor) {
+  touch("item", {{tensor, order::READ}});
+  synchronise_stream(current_stream, "a read by the host");
+  return cpu_view(tensor).item();
+}
 
 const at::Tensor& resize_(const at::Tensor& self, c10::SymIntArrayRef sizes, std::optional<at::MemoryFormat> format) {
   auto size = C10_AS_INTARRAYREF_SLOW(sizes);
@@ -162,9 +196,44 @@ int64_t choose_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&
   return 0; // by plain operations
 }
 
-void record_stream(at::Tensor&, at::Stream) {}
+void record_stream(at::Tensor& tensor, at::Stream stream) {
+  std::lock_guard<std::mutex> guard(events.lock);
+  arena.use(tensor.storage().data_ptr().get(), stream.id());
+}
+
+// tensors of an operation's arguments or results, with what it does to them
+void gather(const c10::IValue& value, order::Access access, Touched& touched) {
+  if (value.isTensor()) {
+    touched.emplace_back(value.toTensor(), access);
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) touched.emplace_back(tensor, access);
+  } else if (value.isList()) {
+    for (const c10::IValue& one : value.toListRef()) gather(one, access, touched);
+  }
+}
+
+// An operation's name, "add"; what makes CUDA synchronise is said: an index that is a mask, and indices that are checked.
+std::string name_of(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+  auto name = schema.name().substr(schema.name().rfind(':') + 1);
+  if (name != "_index_put_impl_" && name != "index") return name.ends_with('_') ? name.substr(0, name.size() - 1) : name;
+  auto* arguments = &stack.at(stack.size() - schema.arguments().size());
+  for (const c10::IValue& index : arguments[1].toListRef()) {
+    if (!index.isTensor() || !index.toTensor().defined()) continue;
+    if (auto type = index.toTensor().scalar_type(); type == at::kBool || type == at::kByte) return name + " by a mask";
+  }
+  return name == "index" || arguments[4].toBool() ? name : name + " with a check"; // the argument `unsafe`
+}
 
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  auto& schema = op.schema();
+  order::Epoch epoch{};
+  Touched touched;
+  for (size_t i = 0; !inside && i < schema.arguments().size(); ++i) {
+    auto* aliases = schema.arguments()[i].alias_info();
+    auto& value = stack->at(stack->size() - schema.arguments().size() + i);
+    gather(value, aliases && aliases->isWrite() ? order::WRITE : order::READ, touched);
+  }
+  if (!inside) epoch = touch(name_of(schema, *stack), touched);
   ++inside;
   try {
     at::native::cpu_fallback(op, stack);
@@ -172,55 +241,15 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     --inside;
     throw;
   }
-  --inside;
-}
-
-struct Guard final : c10::impl::DeviceGuardImplInterface {
-  DeviceType type() const override { return PRETEND; }
-  Device exchangeDevice(Device) const override { return Device(PRETEND, 0); }
-  Device getDevice() const override { return Device(PRETEND, 0); }
-  void setDevice(Device) const override {}
-  void uncheckedSetDevice(Device) const noexcept override {}
-  Stream getStream(Device device) const override { return Stream(Stream::DEFAULT, Device(PRETEND, 0)); }
-  Stream getDefaultStream(Device device) const override { return getStream(device); }
-  Stream getStreamFromGlobalPool(Device device, bool) const override { return getStream(device); }
-  Stream getNewStream(Device device, int) const override { return getStream(device); }
-  Stream exchangeStream(Stream stream) const override { return getStream(stream.device()); }
-  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
-  void record(void** event, const Stream&, const DeviceIndex, const c10::EventFlag) const override {
-    *event = const_cast<Guard*>(this);
+  if (--inside) return;
+  Touched made;
+  for (size_t i = 0; i < schema.returns().size(); ++i) {
+    auto& value = stack->at(stack->size() - schema.returns().size() + i);
+    if (!schema.returns()[i].alias_info()) gather(value, order::WRITE, made);
+    if (value.isBool() || value.isScalar()) synchronise_stream(current_stream, "a read by the host");
   }
-  void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  DeviceIndex deviceCount() const noexcept override { return 1; }
-  bool queryStream(const Stream&) const override { return true; }
-  void synchronizeStream(const Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(const DeviceIndex) const override {}
-  void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
-  double elapsedTime(void*, void*, const DeviceIndex) const override { return 0.0; }
-};
-
-// Pinned memory is the CPU's; which it is has to be known.
-std::mutex pinned_lock;
-std::map<const char*, size_t> pinned;
-
-void free_pinned(void* pointer) {
-  std::lock_guard<std::mutex> guard(pinned_lock);
-  pinned.erase(static_cast<char*>(pointer));
-  c10::GetDefaultCPUAllocator()->raw_deallocate(pointer);
+  if (!made.empty()) access(made, epoch);
 }
-
-struct PinnedAllocator final : at::Allocator {
-  at::DataPtr allocate(size_t bytes) override {
-    auto* memory = static_cast<char*>(c10::GetDefaultCPUAllocator()->raw_allocate(std::max<size_t>(bytes, 1)));
-    std::lock_guard<std::mutex> guard(pinned_lock);
-    pinned.emplace(memory, bytes);
-    return {memory, memory, &free_pinned, Device(at::kCPU)};
-  }
-  at::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
-  void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
-} pinned_allocator;
 
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
@@ -232,13 +261,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
   DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
   Device getDeviceFromPtr(void*) const override { return Device(PRETEND, 0); }
-  bool isPinnedPtr(const void* pointer) const override {
-    std::lock_guard<std::mutex> guard(pinned_lock);
-    auto after = pinned.upper_bound(static_cast<const char*>(pointer));
-    if (after == pinned.begin()) return false;
-    auto [start, bytes] = *std::prev(after);
-    return pointer < start + std::max<size_t>(bytes, 1);
-  }
+  bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto memory = allocator.allocate(bytes);
@@ -249,16 +272,83 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 } hooks;
 
 void start(bool open) {
-  int file = memfd_create("pretend", 0);
-  TORCH_CHECK(file >= 0 && ftruncate(file, ARENA_BYTES) == 0, "pretend: no memory file");
-  auto map = [&](int rights) { return static_cast<char*>(mmap(nullptr, ARENA_BYTES, rights, MAP_SHARED | MAP_NORESERVE, file, 0)); };
-  back = map(PROT_READ | PROT_WRITE);
-  front = map(open ? PROT_READ | PROT_WRITE : PROT_NONE);
-  TORCH_CHECK(back != MAP_FAILED && front != MAP_FAILED, "pretend: no addresses");
-  holes.emplace(0, ARENA_BYTES);
-  close(file);
+  map_arena(open);
   c10::SetAllocator(PRETEND, &allocator);
   at::RegisterPrivateUse1HooksInterface(&hooks);
+}
+
+// What the host, or MPI, does to memory: at once, or from begin_message to end_message.
+void touch_by_host(size_t pointer, size_t bytes, bool writes) {
+  auto site = events.sites.here("the host");
+  Held held;
+  auto span = span_of(reinterpret_cast<void*>(pointer), bytes);
+  auto access = writes ? order::WRITE : order::READ;
+  events.memory.touch(span, access, events.host(), {order::this_thread, events.host().at(order::this_thread), site});
+}
+
+order::Order::Message begin_message(size_t pointer, size_t bytes, bool writes) {
+  auto site = events.sites.here(writes ? "receive" : "send");
+  Held held;
+  return events.begin(span_of(reinterpret_cast<void*>(pointer), bytes), writes ? order::WRITE : order::READ, site);
+}
+
+void end_message(order::Order::Message message) {
+  Held held;
+  events.end(message);
+}
+
+// A thread has its own order from now on. `clock`: of who started it, or of whom it has waited for.
+void begin_thread() {
+  Held held;
+  if (order::this_thread == order::MAIN) order::this_thread = events.actor();
+}
+
+order::Clock release() {
+  Held held;
+  return events.release();
+}
+
+void acquire(const order::Clock& clock) {
+  auto site = events.sites.here("wait for a thread");
+  Held held;
+  held.synchronise(clock, site);
+}
+
+void note(const std::string& what) {
+  auto site = events.sites.here("");
+  Held held;
+  events.memory.note({what, site, site});
+}
+
+// What was counted since the last call (counts.h). Blocks: (is it the program's thread, name and lines, times, operations).
+pybind11::dict take_counts() {
+  Counts now;
+  {
+    Held held;
+    std::swap(now, counts);
+  }
+  std::vector<std::tuple<bool, std::string, int64_t, order::Time>> blocks;
+  for (auto& [place, blocked] : now.blocks) {
+    blocks.emplace_back(place.first, events.sites.text(place.second), blocked.count, blocked.longest);
+  }
+  using namespace pybind11::literals;
+  return pybind11::dict("operators"_a = now.operators, "event_records"_a = now.records, "event_waits"_a = now.waits,
+                        "to_device"_a = std::make_pair(now.to_device.count, now.to_device.bytes),
+                        "to_host"_a = std::make_pair(now.to_host.count, now.to_host.bytes), "blocks"_a = blocks);
+}
+
+// Races found since the last call, each with both of its sides, for people.
+std::vector<std::string> take_faults() {
+  std::set<order::Fault> found;
+  {
+    Held held;
+    found.swap(events.memory.faults);
+  }
+  std::vector<std::string> told;
+  for (auto& fault : found) {
+    told.push_back(fault.what + "\n    now: " + events.sites.text(fault.now) + "\n    before: " + events.sites.text(fault.before));
+  }
+  return told;
 }
 
 } // namespace
@@ -287,9 +377,26 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("start", &start);
+  m.def("touch_by_host", &touch_by_host);
+  pybind11::class_<order::Order::Message>(m, "Message");
+  m.def("begin_message", &begin_message);
+  m.def("end_message", &end_message);
+  pybind11::class_<order::Clock>(m, "Clock");
+  m.def("begin_thread", &begin_thread);
+  m.def("release", &release);
+  m.def("acquire", &acquire);
+  m.def("note", &note);
+  m.def("is_pinned", [](size_t pointer) { return is_pinned(reinterpret_cast<void*>(pointer)); });
+  m.def("launch", [](const std::string& kernel, const std::vector<at::Tensor>& read, const std::vector<at::Tensor>& written) {
+    Touched touched;
+    for (auto& tensor : read) touched.emplace_back(tensor, order::READ);
+    for (auto& tensor : written) touched.emplace_back(tensor, order::WRITE);
+    touch(kernel, touched);
+  });
+  m.def("take_counts", &take_counts);
+  m.def("take_faults", &take_faults);
   m.def("now_bytes", [] { return now_bytes.load(); });
   m.def("peak_bytes", [] { return peak_bytes.load(); });
   m.def("reset_peak", [] { peak_bytes = now_bytes.load(); });
-  m.def("copies", [] { return std::make_pair(from_cpu.load(), to_cpu.load()); });
   m.def("behind", [](size_t pointer) { return reinterpret_cast<size_t>(behind(reinterpret_cast<void*>(pointer))); });
 }

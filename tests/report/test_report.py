@@ -90,6 +90,25 @@ def test_the_best_is_the_least_or_the_most_and_none_where_all_are_equal(values):
     assert best_of(values, "") is None
 
 
+def test_a_run_that_learned_from_preferences_shows_its_figures(tmp_path):
+    folder = made_up.write(tmp_path / "r")
+    figures = ("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected", "logps/chosen")
+    lines = made_up.read_lines(folder)
+    for line in lines:
+        if "loss" in line:
+            line.update(dict.fromkeys(figures, 0.8125))
+        elif "validation_loss" in line:
+            line.pop("bits_per_byte")
+            line.update({f"validation_{name}": 0.75 for name in figures})
+    made_up.write_lines(folder, lines)
+    html = page_of(folder)
+    shown = Page(html)
+    assert "Preferences" in shown.headings
+    for words in ("0.8125", "0.7500", "nats a pair", "rewards/margins", "of held-out pairs"):
+        assert words in shown.text
+    assert "Preferences" not in Page(page_of(made_up.write(tmp_path / "text"))).headings
+
+
 def test_two_runs_of_one_name_are_told_apart(tmp_path):
     folders = [made_up.write(tmp_path / place / "r") for place in ("a", "b")]
     names = [run.name for run in read_runs([*folders, folders[0]])]

@@ -78,7 +78,7 @@ def test_two_ranks_on_one_device_are_found_and_each_on_its_own_are_fit():
     assert code == 1
     assert len(found) == 1
     assert found[0]["where"] in ("ranks 0-1 on n1", "ranks 0-1 on n2")  # where the job before has left the node
-    assert "srun --gpus-per-task=1" in found[0]["fix"]
+    assert "srun --gpu-bind=none" in found[0]["fix"]
     code, out, _ = srun("-N1 -n2 --gpus-per-node=2 --gpu-bind=map_gpu:0,1", "--quick", "--json", python=python)
     assert [finding for finding in bad(json.loads(out)) if "device" in finding["what"]] == []
 

@@ -173,6 +173,15 @@ def test_ranks_on_one_device_are_counted(comm):
 
 
 @pytest.mark.pretend
+@pytest.mark.parallel([1, 2])
+def test_a_run_may_do_without_one_order_of_sums_and_the_next_one_asks_for_it_again(comm):
+    for deterministic in (True, False, True):
+        take_device("auto", comm, comm, deterministic)
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+        assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.pretend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1,), (7,), (3, 5), (2, 0), (70,)])
 def test_a_checksum_sees_every_bit_and_every_place(dtype, shape, monkeypatch):

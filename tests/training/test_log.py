@@ -36,10 +36,10 @@ def traffic_of(**counts: float) -> np.ndarray:
     return np.array([counts.get(what, 0.0) for what in TRAFFIC])
 
 
-def record(step: int) -> dict:
+def record(step: int, targets: int = 6 * 32) -> dict:
     numbers = {"loss": 2.5, "learning_rate": 1e-3, "grad_norm": 1.0, "memory_gb": 0.5}
     pace = Pace(CONFIG, ranks=2, peak_tflops=None)
-    pace.add(0.5, traffic_of(exposed_s=0.2))
+    pace.add(0.5, traffic_of(exposed_s=0.2), targets)
     return {"step": step} | numbers | pace.take(step)
 
 
@@ -53,11 +53,12 @@ def test_pace_gives_means_since_the_last_time_and_over_all(intervals, ranks, pea
     pace = Pace(CONFIG, ranks, peak)
     for interval in intervals:
         for step_s, share in interval:
-            pace.add(step_s, traffic_of(exposed_s=share * step_s * ranks, hidden_s=0.5 * ranks, **SENT))
+            pace.add(step_s, traffic_of(exposed_s=share * step_s * ranks, hidden_s=0.5 * ranks, **SENT), 7)
         total_s = sum(step_s for step_s, _ in interval)
         found = pace.take(40)
         mean_s = total_s / len(interval)
         assert found["step_s"] == pytest.approx(mean_s)
+        assert found["targets"] == 7
         assert found["tokens_per_s"] == pytest.approx(6 * 32 / mean_s)
         assert found["communication_share"] == pytest.approx(sum(s * t for s, t in interval) / total_s)
         assert found["eta_s"] == pytest.approx(60 * mean_s)
@@ -85,6 +86,8 @@ def test_a_line_for_people_names_what_the_record_holds():
     for part in ("step      7/100", "loss 2.5000", "384 tokens/s", "waiting 20 %", "MFU 25.0 %", "ETA 0:46"):
         assert part in line
     assert "MFU" not in step_line(record(7), 100)
+    assert "targets" not in line
+    assert "loss 2.5000  of 60 targets" in step_line(record(7, targets=60), 100)
 
 
 @pytest.mark.parametrize("steps", [100, 1_000_000])

@@ -223,8 +223,8 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(comm, s
     parameters = []
     build = train_module.open_run
 
-    def open_run(config, world):
-        context = build(config, world)
+    def open_run(*arguments):
+        context = build(*arguments)
         run = context.__enter__()
         parameters.extend(run.parameters.values())
         monkeypatch.setattr(context, "__enter__", lambda: run, raising=False)
@@ -299,7 +299,8 @@ def test_what_cannot_be_is_rejected_before_any_work(comm, store):
             train(config, comm)
         assert not (Path(config.run.folder) / "r").exists()
     train(run_config(store, run=short), comm)
-    for table, key, value in [("model", "hidden", 64), ("run", "seed", 1), ("data", "sequence_length", 16)]:
+    changes = [("model", "hidden", 64), ("run", "seed", 1), ("data", "sequence_length", 16)]
+    for table, key, value in [*changes, ("data", "document_mask", False)]:
         config = run_config(store, run=short)
         section = dataclasses.replace(getattr(config, table), **{key: value})
         with pytest.raises(ConfigError, match=rf"{table}\.{key} = {value}, was"):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
+from small_runs import tiny
 
 from hpcllm.checkpoint.archive import compress
 from hpcllm.checkpoint.huggingface.convert import convert
@@ -24,7 +25,6 @@ from hpcllm.system.job import StopSignals
 from hpcllm.training import loop as train_module
 from tests.checkpoint.huggingface.ours import checkpoint_of, values
 from tests.model.variants import GPT2, LLAMA
-from tests.small_runs import tiny
 
 SIZES = {"layers": 4, "hidden": 24, "heads": 4, "ffn": 44, "vocabulary": 301, "max_sequence": 16}
 MODELS = {

@@ -1,6 +1,6 @@
 """Machine code of kernels by the real CuPy and NVRTC, neither of which needs a device. A script, since compilers crash.
 
-    python cuda_binaries.py sm_80 < [[source, [macro, ..], [part, ..]], ..] in JSON
+    python cuda_binaries.py sm_80 < [[source, [macro, ..], [part, ..], folder], ..] in JSON
         -> [{"bytes": .., "end_bytes": .., "kernels": {name: {"parameters": .., "registers": .., "stack_bytes": ..}}}],
            or [{"is_text": true}] for compute_80
 
@@ -65,8 +65,9 @@ def kernels(code: bytes) -> dict[str, dict[str, int]]:
 def main() -> None:
     library("nvrtc")  # with its parts, which that of some of PyTorch's wheels does not find
     answers: list[dict[str, Any]] = []
-    for source, macros, parts in json.load(sys.stdin):
-        code = Path(binary_of(Program(source, tuple(macros), tuple(parts)), sys.argv[1], nvrtc)).read_bytes()
+    for source, macros, parts, folder in json.load(sys.stdin):
+        program = Program(source, tuple(macros), tuple(parts), Path(folder))
+        code = Path(binary_of(program, sys.argv[1], nvrtc)).read_bytes()
         if not code.startswith(ELF):
             answers.append({"is_text": code.startswith(b"//") and b".entry" in code and code.endswith(b"\0")})
             continue

@@ -20,27 +20,37 @@ from hpcllm.codecs.catalogue import device_codec
 from hpcllm.codecs.gpu import compiler as compilation
 from hpcllm.codecs.gpu.device_codecs import sum_program
 from hpcllm.errors import HpcllmError
+from hpcllm.model.gpu import fused
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 CODECS = [  # each text, with each kind of code and of value
-    ("int8:256", FP32), ("int8:64:sr", BF16), ("int4:512", FP16), ("fp8:128", BF16),
+    ("int8:256", FP32), ("int8:2048", FP32), ("int8:64:sr", BF16), ("int4:512", FP16), ("fp8:128", BF16),
     ("exp", FP16), ("mpc", FP32), ("zfp:8", FP32),
 ]  # fmt: skip
 SUMS = [(FP32, BF16), (BF16, FP16), (FP16, FP32)]
-FOLDER, HERE = Path(compilation.__file__).parent, Path(__file__).parent
+ROWS = ("cross_entropy", "rms_norm")  # parts of a text of the model's
+HERE = Path(__file__).parent
 MOST_REGISTERS = 128  # of 65,536 on a multiprocessor: 4 blocks of 128 threads stay there
 MOST_STACK_BYTES = 16  # what a call takes; a spill of a loop takes more
 
 
 def programs() -> list[compilation.Program]:
     found = [emulated(name, dtype).program for name, dtype in CODECS]
-    return [sum_program(dtype, wire) for dtype, wire in SUMS] + found
+    return [*(sum_program(dtype, wire) for dtype, wire in SUMS), *found, *fused_programs()]
+
+
+def fused_programs() -> list[compilation.Program]:
+    """Kernels of the model: each for 16 and for 32 bits."""
+    rows = [fused.program("rows", dtype, part=f"{part}.cuh") for dtype in (BF16, FP32) for part in ROWS]
+    heads = [("CHANNELS=128", "ROTATED=128"), ("CHANNELS=80", "ROTATED=20"), ("CHANNELS=6", "ROTATED=2")]
+    rotary = [fused.program("rotary", dtype, *macros) for dtype in (BF16, FP32) for macros in heads]
+    return [*rows, *rotary, *(fused.program("swiglu", dtype) for dtype in (BF16, FP16, FP32))]
 
 
 def test_no_text_is_left_out():
-    assert {path.stem for path in FOLDER.glob("*.cu")} == {program.source for program in programs()}
-    parts = {part for program in programs() for part in program.parts}
-    assert {path.name for path in FOLDER.glob("*.cuh")} == {"common.cuh", *parts}
+    for folder in {program.folder for program in programs()}:
+        there = {name for program in programs() if program.folder == folder for name in program.names}
+        assert {path.name for path in folder.glob("*.cu*")} - {"common.cuh"} == there
 
 
 class Recorder:
@@ -86,7 +96,7 @@ MORE = [
 def test_cupy_and_nvrtc_make_whole_machine_code_without_spills_that_takes_what_is_handed_over(target):
     if why_not():
         pytest.skip(why_not())
-    jobs = [[program.source, program.macros, program.parts] for program in programs()]
+    jobs = [[program.source, program.macros, program.parts, str(program.folder)] for program in programs()]
     found = answers("cuda_binaries.py", [target], jobs)
     counts = {program: {} for program in programs()}
     for name, dtype in CODECS:
@@ -143,6 +153,13 @@ def test_the_target_of_a_device_is_its_own_or_text_for_the_newest_that_the_compi
     newer, newest, older = done.stdout.splitlines()
     assert (newer, newest) == ("sm_90 True", "True"), done.stderr
     assert "this device is sm_35: use one for an older CUDA" in older
+
+
+def test_a_stream_of_torch_becomes_one_of_cupy_without_a_warning():
+    text = "import cupy; from hpcllm.codecs.gpu.launch import cupy_stream; print(cupy_stream(cupy, 4096).ptr)"
+    command = [sys.executable, "-W", "error::DeprecationWarning:__main__", "-W", "error::DeprecationWarning:hpcllm"]
+    done = subprocess.run([*command, "-c", text], capture_output=True, text=True, timeout=110)
+    assert done.stdout == "4096\n", done.stderr
 
 
 class Missing:

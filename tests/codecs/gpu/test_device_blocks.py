@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from codec_cases import CANARY, Guarded, bits, cases, encoded
-from emulated import EMULATOR, emulated, why_not
+from emulated import EMULATOR, WAVEFRONTS, emulated, why_not
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,12 +38,16 @@ SUMS = [
 def pair(name, dtype, launcher):
     """(the codec of the CPU, that of the device), which without a launcher runs torch's operations."""
     host = find_codec(name, dtype)
-    label = f"{'' if launcher else 'plain '}{name}-{str(dtype)[6:]}"
+    kind = {EMULATOR: "", WAVEFRONTS: "wavefronts ", None: "plain "}[launcher]
+    label = f"{kind}{name}-{str(dtype)[6:]}"
     return pytest.param(host, device_codec(host, launcher, "", "xpu"), id=label)
 
 
 every_pair = pytest.mark.parametrize(
-    ("host", "on_device"), [pair(*codec, EMULATOR) for codec in KERNELS] + [pair(*codec, None) for codec in PLAIN]
+    ("host", "on_device"),
+    [pair(*codec, EMULATOR) for codec in KERNELS]
+    + [pair(*codec, WAVEFRONTS) for codec in (*KERNELS[:4], KERNELS[-1])]
+    + [pair(*codec, None) for codec in PLAIN],
 )
 
 

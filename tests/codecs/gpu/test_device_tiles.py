@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 from codec_cases import Guarded, bits, cases_of, guarded_bytes
-from emulated import emulated, why_not
+from emulated import EMULATOR, WAVEFRONTS, emulated, why_not
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcllm.codecs import find_codec
 from hpcllm.codecs.catalogue import VALUE_TYPES
+from hpcllm.codecs.gpu.device_codecs import damage_words
 from hpcllm.errors import CodecError
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -28,13 +30,22 @@ def same(x, y):
     return bool(torch.all((bits(x) == bits(y)) | (x.isnan() & y.isnan())))
 
 
+def told(codec):
+    """The damage that the codec has met since the last call, and the word forgets."""
+    words = [word for other, word in damage_words(CPU) if other == codec]
+    tiles = [int(word.item()) for word in words]
+    for word in words:
+        word.zero_()
+    return [codec.damage(tile) for tile in tiles if tile]
+
+
 def outcome(codec, data, n, dtype):
     """The decoded values; None if the bytes are rejected, now or when asked. Nothing is written beside them."""
     room = Guarded(n * dtype.itemsize)
     try:
         codec.decode(data, room.values(dtype))
-        if hasattr(codec, "raise_damage"):
-            codec.raise_damage(CPU)
+        if told(codec):
+            return None
     except CodecError:
         return None
     finally:
@@ -43,10 +54,11 @@ def outcome(codec, data, n, dtype):
 
 
 @every_codec
+@pytest.mark.parametrize("launcher", [EMULATOR, WAVEFRONTS], ids=["warps", "wavefronts"])
 @settings(max_examples=12)
 @given(case=cases)
-def test_bytes_and_values_are_the_cpus(name, dtype, case):
-    host, device, values = find_codec(name, dtype), emulated(name, dtype), case.values(dtype)
+def test_bytes_and_values_are_the_cpus(name, dtype, launcher, case):
+    host, device, values = find_codec(name, dtype), emulated(name, dtype, launcher), case.values(dtype)
     data = guarded_bytes(device, values, case.shift)
     assert torch.equal(data, guarded_bytes(host, values))
     assert torch.equal(bits(outcome(device, data, case.n, dtype)), bits(values))
@@ -161,6 +173,29 @@ def test_wrong_lengths_are_rejected(name, dtype):
         device.used_bytes(data[:15], n)
 
 
+class Copies(TorchDispatchMode):
+    """Counts the times that the host asks a device for values: on the CPU, copies of bytes and scalars."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten._local_scalar_dense)
+        return func(*args, **kwargs or {})
+
+
+@every_codec
+def test_an_encoding_waits_for_the_device_once(name, dtype):
+    """On the CPU `.cpu()` copies nothing, so it is scalars that are counted: one, of the copied word."""
+    device, values = emulated(name, dtype), torch.linspace(-1, 1, 3000).to(dtype)
+    out = torch.empty(device.encoded_bytes(3000), dtype=torch.uint8)
+    device.encode(values, out)  # makes the word of damage, once
+    with Copies() as copies:
+        device.encode(values, out)
+    assert copies.count <= 1
+
+
 @every_codec
 def test_damage_is_told_once_at_the_next_wait(name, dtype):
     """By the tile: decode itself does not wait for the device."""
@@ -170,14 +205,13 @@ def test_damage_is_told_once_at_the_next_wait(name, dtype):
     data = guarded_bytes(device, values)
     bad = data.clone()
     bad[16 + step : 16 + 2 * step] = 253
-    for wait in (
-        lambda: device.used_bytes(data, n),
-        lambda: guarded_bytes(device, values),
-        lambda: device.raise_damage(CPU),
-    ):
+    for wait in (lambda: device.used_bytes(data, n), lambda: guarded_bytes(device, values)):
         out = torch.full((n,), 7.0, dtype=dtype)
         device.decode(bad, out)
         assert torch.all(out == 7)  # one wrong record, and nothing is written
         with pytest.raises(CodecError, match=f"{name}: tile 1 "):
             wait()
         wait()
+    device.decode(bad, torch.empty(n, dtype=dtype))
+    assert [text.startswith(f"{name}: tile 1 ") for text in told(device)] == [True]
+    assert told(device) == []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from codec_cases import Guarded, bits, cases_of, guarded_bytes
-from emulated import emulated, why_not
+from emulated import EMULATOR, WAVEFRONTS, emulated, why_not
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,10 +38,12 @@ def check_values(host, device, data, n, shift):
 
 
 @every_rate
+@pytest.mark.parametrize("launcher", [EMULATOR, WAVEFRONTS], ids=["warps", "wavefronts"])
 @settings(max_examples=20)
 @given(case=cases)
-def test_bytes_and_values_are_the_cpus(rate, dtype, case):
-    host, device, values = find_codec(f"zfp:{rate}", dtype), emulated(f"zfp:{rate}", dtype), case.values(dtype)
+def test_bytes_and_values_are_the_cpus(rate, dtype, launcher, case):
+    host, device = find_codec(f"zfp:{rate}", dtype), emulated(f"zfp:{rate}", dtype, launcher)
+    values = case.values(dtype)
     data = guarded_bytes(device, values, case.shift)
     assert torch.equal(data, guarded_bytes(host, values))
     check_values(host, device, data, case.n, case.shift)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated import EMULATOR, why_not
+from emulated import EMULATOR, WAVEFRONTS, why_not
 
 from hpcllm.codecs.gpu.compiler import Program
 
@@ -25,27 +25,46 @@ class Text(Program):
 
     def text(self) -> str:
         common = Program("casts", ()).text().split('#line 1 "casts.cu"')[0]
-        return f"{common}\nKERNEL kernel(u32* out, u64 groups) {{ if (group() >= groups) return; {self.kernel} }}"
+        head = "KERNEL kernel(u32* out, u64 groups) { if (group() >= groups) return;"
+        return f'{common}\n#line 1 "kernel.cu"\n{head} {self.kernel} }}'
 
 
-def run(kernel, groups=3):
+def run(kernel, groups=3, launcher=EMULATOR):
     out = torch.zeros(32 * groups, dtype=torch.int32)
-    EMULATOR.launch(Text("test", (), kernel=kernel), "kernel", groups, [out, groups])
+    launcher.launch(Text("test", (), kernel=kernel), "kernel", groups, [out, groups])
     return out.view(groups, 32)
 
 
-def test_lanes_exchange_values_with_their_own_group_only():
+every_wave = pytest.mark.parametrize("launcher", [EMULATOR, WAVEFRONTS], ids=["warps", "wavefronts"])
+
+
+@every_wave
+def test_lanes_exchange_values_with_their_own_group_only(launcher):
+    def run_there(kernel):
+        return run(kernel, 3, launcher)
+
     rows = torch.arange(3).view(-1, 1)
     lanes = torch.arange(32).view(1, -1)
     put = "out[group() * 32 + lane()] = {};"
     mine = "(u32)group() * 100 + lane()"
-    assert torch.equal(run(put.format(f"shuffle({mine}, 5)")), rows * 100 + 5 + 0 * lanes)
-    assert torch.equal(run(put.format(f"shuffle_xor({mine}, 3)")), rows * 100 + (lanes ^ 3))
-    assert torch.equal(run(put.format(f"shuffle_up({mine}, 2)")), rows * 100 + torch.where(lanes < 2, lanes, lanes - 2))
+    assert torch.equal(run_there(put.format(f"shuffle({mine}, 5)")), rows * 100 + 5 + 0 * lanes)
+    assert torch.equal(run_there(put.format(f"shuffle_xor({mine}, 3)")), rows * 100 + (lanes ^ 3))
+    assert torch.equal(
+        run_there(put.format(f"shuffle_up({mine}, 2)")), rows * 100 + torch.where(lanes < 2, lanes, lanes - 2)
+    )
     down = torch.where(lanes > 29, lanes, lanes + 2)
-    assert torch.equal(run(put.format(f"shuffle_down({mine}, 2)")), rows * 100 + down)
-    assert torch.equal(run(put.format("votes(lane() % 4 == 1)")), torch.full((3, 32), 0x22222222))
-    assert torch.equal(run(put.format("sum_up_to(lane() + 1)")), (lanes + 1) * (lanes + 2) // 2 + 0 * rows)
+    assert torch.equal(run_there(put.format(f"shuffle_down({mine}, 2)")), rows * 100 + down)
+    assert torch.equal(run_there(put.format("votes(lane() % 4 == 1)")), torch.full((3, 32), 0x22222222))
+    assert torch.equal(run_there(put.format("sum_up_to(lane() + 1)")), (lanes + 1) * (lanes + 2) // 2 + 0 * rows)
+
+
+def test_halves_of_a_wavefront_may_part():
+    """A half that goes another way is counted by no ballot, and its lanes are read by no shuffle."""
+    ways = "u32 x = group() % 2 ? votes(true) + shuffle(lane(), 3) : votes(lane() < 4) + 7;\n"
+    rows = run(f"{ways} out[group() * 32 + lane()] = x + votes(true);", 9, WAVEFRONTS)
+    odd, even = (-1 + 3 - 1), (15 + 7 - 1)
+    assert torch.equal(rows[:, 0], torch.tensor([even, odd] * 4 + [even]))
+    assert torch.equal(rows, rows[:, :1].expand(9, 32))
 
 
 @pytest.mark.parametrize(
@@ -58,15 +77,57 @@ def test_lanes_exchange_values_with_their_own_group_only():
         "for (u32 i = 0; i < (lane() ? 2 : 3); ++i) votes(true);",
     ],
 )
-def test_lanes_that_part_at_an_exchange_are_found(kernel):
+@every_wave
+def test_lanes_that_part_at_an_exchange_are_found(kernel, launcher):
     with pytest.raises(AssertionError, match="lanes part at the exchange of line"):
-        run(kernel)
+        run(kernel, launcher=launcher)
 
 
 def test_what_lanes_leave_in_memory_for_each_other_depends_on_the_group():
     """No device promises an order of lanes; the emulator has two, so that whoever relies on one is found out."""
     race = run("u32* row = out + group() * 32; row[lane()] = 1; row[lane()] = lane() ? row[lane() - 1] + 1 : 1;")
     assert not torch.equal(race[0], race[1])
+
+
+UNDEFINED = """
+import torch
+from emulated import Emulator, emulated
+from hpcllm.codecs import find_codec
+
+checked = Emulator(32, ("-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all"))
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+kinds = ("int8:256", FP32), ("int8:32:sr", BF16), ("int4:128", FP16), ("fp8:2048", FP32), ("bf16", FP32), ("mpc", BF16)
+for name, dtype in (*kinds, ("exp", BF16), ("exp", FP32), ("zfp:8", FP32), ("zfp:13", BF16), ("zfp:32", FP32)):
+    host, on_device = find_codec(name, dtype), emulated(name, dtype, checked)
+    for n in (1, 3, 127, 129, 1021, 2500):
+        for shift in (0, 1, 3):  # values, where a lane may take four at once, and where it may not
+            values = torch.empty(n + shift, dtype=dtype)[shift:].copy_(torch.randn(n) * torch.logspace(-30, 30, n))
+            data = on_device.encode(values, torch.empty(host.encoded_bytes(n), dtype=torch.uint8))
+            out = torch.zeros(n + shift)[shift:]
+            on_device.decode(data, out)
+            on_device.decode_add(data, out)
+            if hasattr(on_device, "sum_encode"):
+                rows = torch.empty(3, (len(data) + 3) // 4 * 4, dtype=torch.uint8)
+                rows[:, : len(data)] = data
+                on_device.sum_encode(rows, 1, values, torch.empty_like(data))
+print("defined")
+"""
+
+
+def test_kernels_do_nothing_that_c_leaves_undefined():
+    """Shifts by too much, misaligned words, indices beyond arrays: whole groups, ragged ends, values at odd places."""
+    done = subprocess.run([sys.executable, "-c", UNDEFINED], cwd=TESTS, capture_output=True, text=True, timeout=110)
+    assert done.stdout == "defined\n", f"exit code {done.returncode}: {done.stderr[-2000:]}"
+
+
+def test_the_sanitizer_sees_a_misaligned_word():
+    text = "from emulated import Emulator\nfrom test_emulator import run\nprint(run({!r}, 1, Emulator(32, {!r})))"
+    options = ("-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all")
+    command = [sys.executable, "-c", text.format("*(u32*)((u8*)out + 2) = lane();", options)]
+    here = Path(__file__).parent
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=110)
+    assert done.returncode != 0
+    assert "misaligned address" in done.stderr
 
 
 GUARDED = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 import small_runs
 
 from hpcllm.collectives import auto
-from hpcllm.plan.rank_order.traffic import step_traffic
+from hpcllm.model.shapes import parameter_count
+from hpcllm.plan.rank_order.traffic import staged_s, step_traffic
 from hpcllm.plan.resolve import check_layout, run_schedule
 from hpcllm.training.log import TRAFFIC
 from hpcllm.training.setup import RunContext
@@ -56,3 +58,12 @@ def test_a_run_counts_what_was_predicted(comm, layout: str, monkeypatch) -> None
     predicted = traffic.crossing(apart)
     for kind, size in predicted.items():  # besides: the loss over tp, sums of norms
         assert measured[f"{kind}_plain_bytes"] == pytest.approx(size, rel=0.02, abs=1000), kind
+
+
+@pytest.mark.parametrize("dp", [2, 3, 8])
+def test_staged_sums_take_their_bytes_to_the_host_and_back(dp):
+    """By 25 GB/s each way over the link to the host, and 5 GB/s from process to process there."""
+    base = small_runs.tiny(mesh={"dp": dp}, data={"global_batch": 2 * dp})
+    config = check_layout(dataclasses.replace(base, model=dataclasses.replace(base.model, vocabulary=300)), dp)
+    sent = 2 * (dp - 1) / dp * 4 * parameter_count(config.model)
+    assert staged_s(config, run_schedule(config, "").placement) == pytest.approx(sent * (2 / 25 + 1 / 5) / 1e9)

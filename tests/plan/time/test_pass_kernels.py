@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 
-from hpcllm.model.shapes import flops_per_token
+from hpcllm.model.shapes import flops_per_token, parameter_shapes
 from hpcllm.plan.layouts import parse_layout
 from hpcllm.plan.models import Model, read_model
 from hpcllm.plan.time import kernels
@@ -98,8 +99,25 @@ def test_a_norm_of_many_kernels_moves_more_than_a_fused_one() -> None:
 
 @pytest.mark.parametrize(("precision", "kept"), [("bf16", 0), ("bf16", 2), ("fp16", 0), ("fp16", 4), ("fp32", 0)])
 def test_gradients_are_added_in_the_width_that_they_are_kept_in(precision: str, kept: int) -> None:
-    b = of(MODELS[0], f"precision={precision},gradient_bytes={kept}")[1]
+    b = of(MODELS[0], f"precision={precision},gradient_bytes={kept},trainer=megatron")[1]
     (added,) = [k for k in kernels.linear(b, 8.0, 16.0, 32.0).weight if isinstance(k, Stream)]
     wide = precision == "fp32" or kept == 4 or (precision == "bf16" and kept == 0)
     assert added.values == 16 * 32
     assert added.value_bytes == b.item_bytes + 2 * (4 if wide else b.item_bytes)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("model", MODELS)
+def test_our_products_add_to_sums_and_to_one_another_by_themselves(model: str, precision: str) -> None:
+    """Each result is read and written once where it is added: the sum of a weight as float32, an input as an item."""
+    made, b = of(model, f"precision={precision},trainer=hpcllm")
+    block = kernels.block(b)
+    assert all(isinstance(kernel, kernels.Product) for kernel in block.weight)
+    results = sum(moved([kernel]) - b.item_bytes * kernel.k * (kernel.m + kernel.n) for kernel in block.weight)
+    matrices = {
+        name: shape for name, shape in parameter_shapes(made.shape).items() if ".0." in name and len(shape) == 2
+    }
+    assert results == 8 * sum(math.prod(shape) for shape in matrices.values())
+    added = [k for k in block.backward if isinstance(k, kernels.Product) and k.sum_bytes == 2 * b.item_bytes]
+    assert len(added) == (3 if made.shape.activation == "swiglu" else 2)  # key, value and up
+    assert all(moved([k]) == b.item_bytes * (k.k * (k.m + k.n) + 2 * k.m * k.n) for k in added)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,7 @@ from hpcllm.system.hardware.node import (
     multiplies,
     node_name,
 )
-from hpcllm.system.hardware.pci_devices import find_gpus, find_nics, numa_of_pci
+from hpcllm.system.hardware.pci_devices import find_gpus, find_nics, numa_of_pci, wire_gb_s
 from hpcllm.system.hardware.sysfs import Root, list_text, mask_text, numbers, runs
 from hpcllm.system.hardware.topology import find_topology
 from hpcllm.system.slurm import nodes_text
@@ -81,6 +82,7 @@ def test_a_node_of_mi250x(tmp_path):
     assert [(nic.name, nic.kind, nic.numa, nic.rate_gb_s, nic.up) for nic in hardware.nics] == [
         (f"cxi{domain}", "slingshot", domain, 25.0, True) for domain in range(4)
     ]
+    assert wire_gb_s(hardware.nics) == 100.0
     assert hardware.processor.startswith("AMD EPYC 7A53")
     assert hardware.memory.total_bytes == 536000000 * 1024
     assert numa_of_pci("0000:D1:00.0", root) == 0
@@ -104,6 +106,10 @@ def test_infiniband_counts_once_and_says_when_it_is_down(tmp_path):
     card, ethernet = find_nics(root)
     assert (card.name, card.kind, card.rate_gb_s, card.up, card.numa) == ("mlx5_0", "infiniband", 12.5, False, None)
     assert (ethernet.name, ethernet.rate_gb_s, ethernet.up) == ("eth0", None, True)
+    assert wire_gb_s((card, ethernet)) is None
+    management, slow = replace(ethernet, rate_gb_s=0.125), replace(ethernet, rate_gb_s=0.0125)
+    assert wire_gb_s((slow, card, management)) == 0.125
+    assert wire_gb_s((slow, replace(card, up=True), management)) == 12.5
 
 
 def test_displays_and_laptop_graphics_are_no_gpus(tmp_path):

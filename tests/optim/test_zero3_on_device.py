@@ -1,0 +1,47 @@
+"""Where MPI reads a device's memory, it sees no address of weights that are freed and taken again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import small_runs
+from pytest_mpi import parallel_assert
+from small_runs import tiny
+
+from hpcllm.mpi import buffers
+from hpcllm.optim.weights import Zero3Weights
+from hpcllm.training.setup import open_run
+
+STEPS = 2
+
+
+@pytest.mark.pretend("open")
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("codec", ["raw", "bf16"])
+def test_messages_never_lie_in_memory_that_is_freed(comm, codec, monkeypatch):
+    """The losses are those of the CPU; the first step is exact, so that weights travel raw in it with any codec."""
+    elastic: list[Zero3Weights] = []
+    seen = set()
+
+    def note(start):
+        def begin(group, memory, peer, tag):
+            owners = (array.untyped_storage() for weights in elastic for array in weights.arrays)
+            seen.add(any(s.data_ptr() <= memory.data_ptr() < s.data_ptr() + s.nbytes() for s in owners))
+            return start(group, memory, peer, tag)
+
+        return begin
+
+    for name in ("isend", "irecv"):
+        monkeypatch.setattr(buffers, name, note(getattr(buffers, name)))
+    tables = {"optimizer": {"shard": "all"}, "precision": {"compute": "fp32"}}
+    wire = {"bucket_mib": 0.02, "exact_steps": 1, "parameters": codec, "gpu_aware": "yes"}
+    losses = {}
+    for device in ("gpu", "cpu"):
+        config = tiny(**tables, run={"device": device}, communication=wire)
+        with open_run(config, comm) as run:
+            assert isinstance(run.optimizer.weights, Zero3Weights)
+            elastic[:] = [run.optimizer.weights] if device == "gpu" else []
+            losses[device] = small_runs.run_steps(run, STEPS)
+            elastic.clear()
+    parallel_assert(seen == {False})
+    np.testing.assert_allclose(losses["gpu"], losses["cpu"], rtol=1e-5)
