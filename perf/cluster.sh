@@ -166,10 +166,11 @@ cluster_run() { # [-n RANKS] COMMAND...
     watch=$!
     trap 'signalled=1; cluster_signal USR1' TERM USR1
     trap 'signalled=1; cluster_signal USR1; trap "kill -KILL $job" INT' INT
-    wait "$job" && code=0 || code=$?
+    # without bash's own line about a job that was killed: what there is to say, hpcllm_end_after_abort says
+    { wait "$job" && code=0 || code=$?; } 2>/dev/null
     while [ -n "$signalled" ]; do # the signal ended the wait, not mpirun
         signalled=""
-        wait "$job" && code=0 || code=$?
+        { wait "$job" && code=0 || code=$?; } 2>/dev/null
     done
     kill "$watch" 2>/dev/null || :
     exit "$(hpcllm_exit_code "$code")"

@@ -8,12 +8,17 @@
     ours, policy none / hpcllm                   python -m hpcllm train
     ours, hpcllm, embedding too                  with communication.exact = "norm,bias": the embedding as int8, too
 
+The peers run twice: as found, and with glibc told to keep memory between calls, as our ranks tell it by themselves.
+
 The variants take turns on the cluster of cluster.sh (so this needs root), `repeats` times over, each time in fresh
 processes, one rank a host and one thread a rank. A variant's figure is the median of all its steps but the first of
-each turn, rank 0's; every step ends with an exchange, so ranks keep pace. Its share of communication is what its step
-takes longer than that of one rank alone. Batches are so small that this is about 80 % without compression: what
-compression can bring at most, not what it brings in an ordinary run. STORE: a token store; without one data/stdlib.h5,
-prepared if it is not there. Writes ddp_step.json and ddp_step.md beside this file.
+each turn, rank 0's; every step ends with an exchange, so ranks keep pace. A ratio is the median of those of each turn,
+with the least and the most of them. The wire's time is that of a rank's gradients at the links' rate, without headers.
+Batches are so small that DDP spends about 70 % of a step in communication: what compression can bring at most, not what
+it brings in an ordinary run. STORE: a token store; without one data/stdlib.h5, prepared if it is not there.
+
+Adds its turns to those in ddp_step.json beside this file, which is to be removed where the code has changed, and writes
+ddp_step.md from all of them.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,10 +43,11 @@ SIZES = {  # name -> (tokens a rank and step, what the model has other than the 
     "tiny": (8, {}),
     "30m": (64, {"model.layers": 8, "model.hidden": 512, "model.heads": 8, "model.ffn": 1408}),
 }
-ALONE, BASELINE = "one rank alone", "ours, policy none"
-DDP = {ALONE: "", "DDP, fp32": "fp32", "DDP, fp16 hook": "fp16"}
+ALONE, KEPT = "one rank alone", ", memory kept"
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(32 << 30)}
+PEERS = {ALONE: "", "DDP, fp32": "fp32", "DDP, fp16 hook": "fp16"}  # the hook of the plain loop
 OURS = {
-    BASELINE: {"communication.policy": "none"},
+    "ours, policy none": {"communication.policy": "none"},
     "ours, policy hpcllm": {"communication.policy": "hpcllm"},
     "ours, hpcllm, embedding too": {"communication.policy": "hpcllm", "communication.exact": "norm,bias"},
 }
@@ -54,6 +61,7 @@ def overrides(model: str, ranks: int, store: str) -> list[str]:
         "data.store": store,
         "data.sequence_length": tokens,
         "data.global_batch": ranks,
+        "data.document_mask": False,  # the peers have none
         "mesh.pp": 1,
         "pipeline.microbatches": 1,
     }
@@ -70,9 +78,10 @@ def rank_program(hook: str, settings: list[str], steps: int) -> None:
     plain_torch.leave()
 
 
-def run_on_cluster(ranks: int, command: list[str]) -> str:
+def run_on_cluster(ranks: int, command: list[str], variables: dict[str, str] | None = None) -> str:
     environment = {
         **os.environ,
+        **(variables or {}),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "10.77.0.1",
         "MASTER_PORT": "29500",
@@ -88,12 +97,14 @@ def run_on_cluster(ranks: int, command: list[str]) -> str:
     return done.stdout
 
 
-def pytorch_turn(variant: str, settings: list[str], ranks: int, steps: int) -> list[dict[str, Any]]:
+def peer_turn(variant: str, settings: list[str], ranks: int, steps: int) -> list[dict[str, Any]]:
     """A record a step. On one rank the batch is that of one rank, too."""
-    if variant == ALONE:
+    name = variant.removesuffix(KEPT)
+    if name == ALONE:
         settings, ranks = [*settings, "data.global_batch=1"], 1
-    program = ["python", __file__, "--rank", "--hook", DDP[variant], "--steps", str(steps)]
-    output = run_on_cluster(ranks, [*program, *(f"--set={setting}" for setting in settings)])
+    program = ["python", __file__, "--rank", "--hook", PEERS[name], "--steps", str(steps)]
+    command = [*program, *(f"--set={setting}" for setting in settings)]
+    output = run_on_cluster(ranks, command, None if name == variant else KEEP_MEMORY)
     lines = [line for line in output.splitlines() if line.startswith('{"seconds"')]
     return [{"step_s": seconds} for seconds in json.loads(lines[-1])["seconds"]]
 
@@ -118,56 +129,64 @@ def our_turn(variant: str, settings: list[str], ranks: int, steps: int) -> list[
     return [record for record in map(json.loads, lines) if "step_s" in record]
 
 
-def summary(model: str, variant: str, ranks: int, steps: list[dict[str, Any]], alone_s: float) -> dict[str, Any]:
-    seconds = [step["step_s"] for step in steps]
-    working = 1 if variant == ALONE else ranks
-    record = {
-        "model": model,
-        "variant": variant,
-        "ranks": working,
-        "tokens_a_rank": SIZES[model][0],
-        "steps": len(seconds),
-        "median_s": median(seconds),
-        "min_s": min(seconds),
-        "max_s": max(seconds),
-        "tokens_per_s": working * SIZES[model][0] / median(seconds),
-        "communication_share": max(0.0, 1 - alone_s / median(seconds)),
-    }
-    for key in ("gradients_plain_bytes", "gradients_bytes", "communication_exposed_s", "communication_hidden_s"):
-        if key in steps[0]:
-            record[key] = median(step[key] for step in steps)
-    return record
+def a_turn(model: str, variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run a variant once. Returns the seconds of its steps behind the warm-up, and what a rank sends in one."""
+    settings = overrides(model, arguments.hosts, str(Path(arguments.store).resolve()))
+    run = our_turn if variant in OURS else peer_turn
+    steps = run(variant, settings, arguments.hosts, arguments.steps + WARM_UP_STEPS)[WARM_UP_STEPS:]
+    sent = {"sent_bytes": steps[-1]["gradients_bytes"] / arguments.hosts} if variant in OURS else {}
+    found = {"model": model, "variant": variant, "hosts": arguments.hosts, "rate": arguments.rate}
+    return {**found, "cores": os.cpu_count(), "seconds": [step["step_s"] for step in steps], **sent}
 
 
-def summaries(model: str, ranks: int, results: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    alone_s = median(step["step_s"] for step in results[ALONE])
-    return [summary(model, variant, ranks, steps, alone_s) for variant, steps in results.items()]
+def measure(model: str, arguments: argparse.Namespace, turns: list[dict[str, Any]]) -> None:
+    """Add a turn of each variant to `turns` and to the file; a turn that was cut off goes on where it ended."""
+    variants = [*(name + kept for name in PEERS for kept in ("", KEPT)), *OURS]
+    done = Counter(turn["variant"] for turn in turns if turn["model"] == model)
+    for variant in [variant for variant in variants if done[variant] == min(done[each] for each in variants)]:
+        print(f"{model}: {variant}", file=sys.stderr, flush=True)
+        turns.append(a_turn(model, variant, arguments))
+        (HERE / "ddp_step.json").write_text(json.dumps(turns) + "\n", encoding="utf-8")
 
 
-def table(records: list[dict[str, Any]]) -> str:
-    titles = ["variant", "median step, s", "fastest", "slowest", "tokens/s", "communication", "MB sent a step"]
-    rows = [f"| {' | '.join([*titles, f'to {BASELINE}', 'to DDP, fp32'])} |", f"|---|{'---:|' * 8}"]
-    tokens_per_s = {record["variant"]: record["tokens_per_s"] for record in records}
-    for r in records:
-        sent = f"{r['gradients_bytes'] / 1e6:.2f}" if "gradients_bytes" in r else ""
-        speed_ups = [f"{r['tokens_per_s'] / tokens_per_s[base]:.2f}" for base in (BASELINE, "DDP, fp32")]
-        times = [f"{r[key]:.4f}" for key in ("median_s", "min_s", "max_s")]
-        share = f"{100 * r['communication_share']:.0f} %"
-        cells = [r["variant"], *times, f"{r['tokens_per_s']:.0f}", share, sent, *speed_ups]
+def bits_a_second(rate: str) -> float:
+    number, unit = rate.removesuffix("bit")[:-1], rate.removesuffix("bit")[-1]
+    return float(number) * {"k": 1e3, "m": 1e6, "g": 1e9}[unit]
+
+
+def ratio_text(times: list[float], others: list[float]) -> str:
+    """How many times as long the others' steps take, by turns; bold where that is less."""
+    ratios = [other / time for time, other in zip(times, others, strict=True)]
+    mark = "**" if median(ratios) < 1 else ""
+    return f"{mark}{median(ratios):.2f}{mark} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def table(turns: list[dict[str, Any]]) -> str:
+    """One model's variants."""
+    variants = dict.fromkeys(turn["variant"] for turn in turns)
+    kept = {variant: [turn for turn in turns if turn["variant"] == variant] for variant in variants}
+    medians = {variant: [median(turn["seconds"]) for turn in mine] for variant, mine in kept.items()}
+    alone_s = min(median(medians[name]) for name in (ALONE, ALONE + KEPT))
+    peers = {name: medians[name] for name in medians if name not in OURS and not name.startswith(ALONE)}
+    titles = ["variant", "median step, s", "fastest", "slowest", "MB a rank sends", "wire, s"]
+    titles += ["step to one rank alone", "step to wire", *(f"{peer} / step" for peer in peers)]
+    rows = [f"| {' | '.join(titles)} |", f"|---|{'---:|' * (len(titles) - 1)}"]
+    for variant, mine in kept.items():
+        seconds = [s for turn in mine for s in turn["seconds"]]
+        times = [f"{value:.4f}" for value in (median(seconds), min(seconds), max(seconds))]
+        beside = [ratio_text(medians[variant], others) if variant in OURS else "" for others in peers.values()]
+        sent, wire, to_wire = wire_cells(mine[0], median(seconds))
+        cells = [variant, *times, sent, wire, f"{median(seconds) / alone_s:.2f}", to_wire, *beside]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    settings = overrides(model, arguments.hosts, str(Path(arguments.store).resolve()))
-    steps = arguments.steps + WARM_UP_STEPS
-    results: dict[str, list[dict[str, Any]]] = {variant: [] for variant in (*DDP, *OURS)}
-    for repeat in range(arguments.repeats):
-        for variant, kept in results.items():
-            print(f"{model}: turn {repeat + 1} of {arguments.repeats}: {variant}", file=sys.stderr, flush=True)
-            turn = pytorch_turn if variant in DDP else our_turn
-            kept += turn(variant, settings, arguments.hosts, steps)[WARM_UP_STEPS:]
-    return summaries(model, arguments.hosts, results)
+def wire_cells(turn: dict[str, Any], step_s: float) -> tuple[str, str, str]:
+    """MB that a rank sends in a step, the seconds that takes, and how many times as long the step is."""
+    if "sent_bytes" not in turn:
+        return "", "", ""
+    wire_s = 8 * turn["sent_bytes"] / bits_a_second(turn["rate"])
+    return f"{turn['sent_bytes'] / 1e6:.2f}", f"{wire_s:.4f}", f"{step_s / wire_s:.2f}"
 
 
 def prepared(store: str | None) -> str:
@@ -179,15 +198,19 @@ def prepared(store: str | None) -> str:
     return str(path)
 
 
-def write(arguments: argparse.Namespace, records: list[dict[str, Any]]) -> None:
-    head = f"Made by ddp_step.py: {arguments.hosts} hosts of one rank and one thread, links of {arguments.rate}, "
-    head += f"{os.cpu_count()} cores. Medians of {arguments.repeats} turns of {arguments.steps} steps."
-    parts = [head]
-    for model in dict.fromkeys(record["model"] for record in records):
-        mine = [record for record in records if record["model"] == model]
-        parts += [f"### {model}, {SIZES[model][0]} tokens a rank and step", table(mine)]
+def write(turns: list[dict[str, Any]]) -> None:
+    first = turns[0]
+    parts = [
+        f"Made by ddp_step.py: {first['hosts']} hosts of one rank and one thread, links of {first['rate']}, "
+        f"{first['cores']} cores. Medians of all steps; ratios are medians of those of each turn, with the least and "
+        "the most. Bold: slower than the peer."
+    ]
+    for model in dict.fromkeys(turn["model"] for turn in turns):
+        mine = [turn for turn in turns if turn["model"] == model]
+        count = sum(turn["variant"] == ALONE for turn in mine)
+        steps = len(mine[0]["seconds"])
+        parts += [f"### {model}, {SIZES[model][0]} tokens a rank and step, {count} turns of {steps} steps", table(mine)]
     text = "\n\n".join(parts) + "\n"
-    (HERE / "ddp_step.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     (HERE / "ddp_step.md").write_text(text, encoding="utf-8")
     print(text, end="")
 
@@ -210,13 +233,17 @@ def main() -> None:
     models = arguments.models.split(",")
     if not set(models) <= set(SIZES) or arguments.hosts < 2 or min(arguments.repeats, arguments.steps) < 1:
         parser.error(f"--models takes {', '.join(SIZES)}; --hosts 2 or more; --repeats and --steps 1 or more")
+    path = HERE / "ddp_step.json"
+    turns = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     subprocess.run([*CLUSTER, "up", str(arguments.hosts), arguments.rate], check=True)
     try:
         arguments.store = prepared(arguments.store)
-        records = [record for model in models for record in measure(model, arguments)]
+        for _ in range(arguments.repeats):
+            for model in models:
+                measure(model, arguments, turns)
     finally:
         subprocess.run([*CLUSTER, "down"], check=True)
-    write(arguments, records)
+    write(turns)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The parts of gpu.sh: each puts its records into gpu.json beside this file. See gpu.sh.
 
+checks     tests/gpu, and the tests of codecs under compute-sanitizer where it is found: exit code and last line of each
 codecs     N calls handed to the device at once, then one wait: launch gaps count where they are not hidden
 mfu        python -m hpcllm train, alone; median of its own log, the first steps left out
 shared     python -m hpcllm.perf step, policies in turns
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -36,6 +38,24 @@ CODECS = ("bf16", "fp16", "int8:256", "int8:256:sr", "int4:128", "fp8:128", "exp
 ROUNDS, CALLS = 9, 10
 FILL = 0.85  # of the device's memory, by prediction: the rest is for kernels' workspaces and fragments
 WARM_UP_STEPS = 5
+
+
+def checks(_device: torch.device, _options: argparse.Namespace) -> list[dict[str, Any]]:
+    tests = HERE.parent / "tests"
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    commands = {"tests/gpu": [*pytest, str(tests / "gpu")]}
+    if sanitizer := shutil.which("compute-sanitizer"):
+        few = [str(tests / "gpu" / "test_gpu_codecs.py"), "-k", "only_hand_over or wait_once"]
+        commands["compute-sanitizer"] = [sanitizer, "--error-exitcode=3", *pytest, *few]
+    environment = os.environ | {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
+    records = []
+    for name, command in commands.items():
+        done = subprocess.run(command, env=environment, cwd=tests.parent, stdout=subprocess.PIPE, text=True)
+        print(done.stdout)
+        lines = done.stdout.split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "")
+        records.append({"check": name, "exit_code": done.returncode, "last_line": last})
+    return records
 
 
 def codecs(device: torch.device, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -195,7 +215,7 @@ def launched(ranks: int, command: list[str]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("codecs", "mfu", "shared", "summary"))
+    parser.add_argument("part", choices=("checks", "codecs", "mfu", "shared", "summary"))
     parser.add_argument("--folder", type=Path, default=HERE, help="of gpu.json and gpu.md (default: beside this file)")
     parser.add_argument("--bytes", type=int, default=256 << 20, help="codecs: of an array (default: 256 MiB)")
     parser.add_argument("--preset", help="the model (default: llama-1b, shared: gpt2-124m)")
@@ -218,7 +238,7 @@ def main() -> None:
     where = {"device": device_facts(device).text, "torch": f"PyTorch {torch.__version__}"}
     if results.get("where", where) != where:
         sys.exit(f"{path} is of {results['where']}, this is {where}: move it away first")
-    part = {"codecs": codecs, "mfu": mfu, "shared": shared}[options.part]
+    part = {"checks": checks, "codecs": codecs, "mfu": mfu, "shared": shared}[options.part]
     results |= {"where": where, options.part: part(device, options)}
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

@@ -14,6 +14,9 @@ def summary(results: dict[str, Any]) -> str:
     """gpu.md: what was measured, and nothing else."""
     where = results["where"]
     lines = [f"Made by gpu.sh on one {where['device']}, {where['torch']}. Shares are of a copy on the device.", ""]
+    if "checks" in results:
+        lines += ["| check | exit code | last line |", "|---|---:|---|"]
+        lines += [_row((r["check"], r["exit_code"], r["last_line"])) for r in results["checks"]] + [""]
     if "codecs" in results:
         size_bytes = results["codecs"][0]["bytes"]
         lines += [f"Codecs, arrays of {size_bytes >> 20} MiB:", ""]

@@ -50,6 +50,8 @@ from hpcllm.collectives import (
 from hpcllm.collectives.tuning import load_tuning
 from hpcllm.collectives.window import free_shared
 from hpcllm.mpi.buffers import as_buffer
+from hpcllm.mpi.stuck_calls import watch_calls
+from hpcllm.mpi.wait import Waits, job_waits
 from hpcllm.perf.arguments import parse_sizes
 from hpcllm.perf.records import size_text
 from hpcllm.system.text import counted
@@ -245,7 +247,9 @@ def measure_all(options: argparse.Namespace) -> None:
     if options.tuning is not None:
         group.use_tuning(load_tuning(options.tuning))
     if options.stall_s is not None:
-        group.wire.waits.limit_s = options.stall_s
+        job_waits.limit_s = options.stall_s
+        watch_calls(job_waits, group.rank, lambda message: print(message, flush=True))
+        group.wire.waits = Waits(options.stall_s, foreground=True)
     if options.gloo:
         _open_gloo(group)
     cells: list[Cell] = []

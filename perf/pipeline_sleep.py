@@ -28,7 +28,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from hpcllm.config.schema import MeshConfig
-from hpcllm.model.loss import cross_entropy_sum
+from hpcllm.model.loss import cross_entropy
 from hpcllm.model.shapes import StageSpan
 from hpcllm.model.tensor_parallel import ALONE
 from hpcllm.mpi.mesh import Mesh, open_mesh
@@ -77,12 +77,12 @@ class SleepingDecoder(nn.Module):
         self.span, self.seconds, self.tp, self.device = span, seconds, ALONE, torch.device("cpu")
         self.embedding = nn.Embedding(HIDDEN, HIDDEN) if span.has_embedding else nn.Identity()
 
-    def hidden_states(self, x: Tensor, later: object | None) -> Tensor:
+    def hidden_states(self, x: Tensor, later: object | None, documents: object | None = None) -> Tensor:  # noqa: ARG002
         backward_s = self.seconds.backward - (self.seconds.weight if later else 0)
         return _Sleep.apply(self.embedding(x), self.seconds.forward, backward_s)
 
-    def loss_sum(self, hidden: Tensor, targets: Tensor, later: object | None) -> Tensor:  # noqa: ARG002
-        return cross_entropy_sum(hidden, targets)
+    def nats(self, hidden: Tensor, targets: Tensor, later: object | None) -> Tensor:  # noqa: ARG002
+        return cross_entropy(hidden, targets)
 
 
 class SleepingChunk(Chunk):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpcllm.config import schema as configs
 from hpcllm.config.schema import OptimizerConfig
-from hpcllm.data.sampler import Sampler, read_batch, sample_count
+from hpcllm.data.packing import SplitArrays, make_rows, read_samples
+from hpcllm.data.sampler import Sampler
 from hpcllm.data.store import open_store
 from hpcllm.model.initialisation import build
 from hpcllm.model.shapes import split_layers
@@ -39,10 +40,22 @@ class PlainRun:
 
 def plain_loop(run_file: Path, settings: Sequence[str], steps: int, hook: str = "") -> PlainRun:
     """Train from initial weights. settings: as --set takes them. Collective over the world with a hook."""
+    run = PlainRun([], 0.0)
+    for seconds, loss in plain_steps(run_file, settings, steps, hook):
+        run.seconds.append(seconds)
+        run.loss = loss
+    return run
+
+
+def plain_steps(
+    run_file: Path, settings: Sequence[str], steps: int, hook: str = "", compiled: bool = False
+) -> Iterator[tuple[float, float]]:
+    """Yield the seconds and the loss of each step. compiled: model and loss by torch.compile, as one graph."""
     config, store = open_store(configs.load(run_file, settings), MPI.COMM_WORLD)
-    data, tokens = config.data, store.tokens("train")
+    data = config.data
+    rows = make_rows(SplitArrays.of(store, "train"), data.sequence_length, "stream", masked=False)
     rank, share = MPI.COMM_WORLD.rank, data.global_batch // MPI.COMM_WORLD.size
-    sampler = Sampler(sample_count(len(tokens), data.sequence_length), config.run.seed)
+    sampler = Sampler(rows.count, config.run.seed)
     decoder = model = build(config.model, split_layers(config.model, 1)[0], config.run.seed)
     if hook:
         _open_gloo()
@@ -50,21 +63,23 @@ def plain_loop(run_file: Path, settings: Sequence[str], steps: int, hook: str = 
         if hook == "fp16":
             model.register_comm_hook(None, fp16_compress_hook)
     adamw = _adamw(decoder, config.optimizer)
-    run = PlainRun([], 0.0)
+    loss_of = torch.compile(_loss, dynamic=False) if compiled else _loss
     for step in range(steps):
         start = time.perf_counter()
         for group in adamw.param_groups:
             group["lr"] = learning_rate(step, config.run.steps, config.optimizer)
         position = step * data.global_batch + rank * share
-        batch = torch.from_numpy(read_batch(tokens, sampler, data.sequence_length, position, share))
-        loss = cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        inputs, targets, _ = torch.from_numpy(read_samples(rows, sampler, position, share).planes)
+        loss = loss_of(model, inputs, targets)
         adamw.zero_grad(set_to_none=not hook)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(decoder.parameters(), config.optimizer.clip_norm)
         adamw.step()
-        run.loss = loss.item()
-        run.seconds.append(time.perf_counter() - start)
-    return run
+        yield time.perf_counter() - start, loss.item()
+
+
+def _loss(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
 def leave() -> None:

@@ -45,10 +45,10 @@ hpcllm_spread() {
     local packages nodes
     nodes=$(hpcllm_nodes)
     if [ "${HPCLLM_PACKED:-}" = 0 ]; then return; fi
-    if [ "$nodes" -le "$hpcllm_many_nodes" ] && [ "${HPCLLM_PACKED:-}" != 1 ] && [ -z "${DRY_RUN:-}" ]; then return; fi
-    if [ -n "${DRY_RUN:-}" ]; then echo "on more than $hpcllm_many_nodes nodes: module load copper, launch_copper.sh" && return; fi
-    hpcllm_say "$nodes nodes: Python's files come by Copper; HPCLLM_PACKED=0 switches that off"
+    if [ "$nodes" -le "$hpcllm_many_nodes" ] && [ "${HPCLLM_PACKED:-}" != 1 ]; then return; fi
+    if [ -z "${DRY_RUN:-}" ]; then hpcllm_say "$nodes nodes: Python's files come by Copper; HPCLLM_PACKED=0 switches that off"; fi
     hpcllm_load copper # that very program [4]
+    if [ -n "${DRY_RUN:-}" ]; then echo launch_copper.sh && return; fi
     launch_copper.sh
     packages=$(echo "$HPCLLM_VENV"/lib/python3*/site-packages)
     hpcllm_copied=/tmp/${USER:-$(id -un)}/copper

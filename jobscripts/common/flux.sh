@@ -21,7 +21,9 @@ hpcllm_enter() { # VERB: Flux starts a job where it was submitted, with its argu
     fi
 }
 
-hpcllm_nodes() { if [ -n "${DRY_RUN:-}" ]; then echo 2; else flux resource list -s up -no '{nnodes}'; fi; }
+hpcllm_nodes() { # in a dry run two, where there is no Flux
+    if [ -n "${DRY_RUN:-}" ] && ! command -v flux >/dev/null; then echo 2; else flux resource list -s up -no '{nnodes}'; fi
+}
 
 hpcllm_launcher() { # sets `launcher`; a rank that ends early takes the others with it a minute later, not after Flux's 30 s
     local nodes

@@ -14,9 +14,13 @@
 HPCLLM_VENV=${HPCLLM_ENV:-$HPCLLM_ROOT/.venv-frontier}
 hpcllm_near=/mnt/bb/${USER:-$(id -un)} # the node's NVMe, with --constraint=nvme [4]
 
-# GCDs are not numbered as the cores are: Slurm gives each task 7 cores of one L3 cache and the GCD beside them [1]. So
-# each rank sees one device, its own, as number 0.
-hpcllm_start=(--gpus-per-task=1 --gpu-bind=closest)
+# Rank i of a node sees GCD i alone, and runs on the cores beside it, of which the first of each eight is the system's.
+# Task after task, as bits: cores 49-55, 57-63, 17-23, 25-31, 1-7, 9-15, 33-39, 41-47 [3]. The guide's own
+# --gpus-per-task=1 --gpu-bind=closest [1] makes a control group for each task, in which ranks of a node cannot open one
+# another's memory (../common/one_device.sh); GPUs stay in one group here.
+hpcllm_masks=0xfe000000000000,0xfe00000000000000,0xfe0000,0xfe000000,0xfe,0xfe00,0xfe00000000,0xfe0000000000
+hpcllm_start=("--cpu-bind=mask_cpu:$hpcllm_masks" --gpu-bind=none)
+hpcllm_each=(bash "$HPCLLM_ROOT/jobscripts/common/one_device.sh" ROCR_VISIBLE_DEVICES "0,1,2,3,4,5,6,7")
 
 hpcllm_modules() {
     hpcllm_load PrgEnv-gnu/8.7.0        # packages of Python are made for GCC [1] [2]
