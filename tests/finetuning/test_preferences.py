@@ -24,6 +24,7 @@ from hpcllm.model.loss import IGNORED
 from hpcllm.training.resume import resume
 from hpcllm.training.setup import open_run
 
+ACCURACY = 2 + FIGURES.index("rewards/accuracies")  # column of a curve
 LAYOUTS = [
     {},
     {"mesh": {"pp": 2}},
@@ -73,9 +74,9 @@ def test_the_reference_is_each_answer_read_alone_and_the_first_step_begins_there
                     logits = decoder(tokens[:length].unsqueeze(0))[0].double()
                 want = -functional.cross_entropy(logits, targets, reduction="sum").item()
                 assert known[rows.numbers[row], answer] == pytest.approx(want, rel=1e-5)
-    loss, _, chosen, rejected, accuracy, margin = curve(config, MPI.COMM_SELF, 1)[0, :6]
+    loss, _, chosen, rejected, _, margin = curve(config, MPI.COMM_SELF, 1)[0, :6]
     assert loss == pytest.approx(math.log(2), rel=1e-6)
-    assert (chosen, rejected, accuracy, margin) == (0, 0, 0, 0)
+    np.testing.assert_allclose((chosen, rejected, margin), 0, atol=1e-6)  # a row among others has other last bits
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
@@ -85,7 +86,9 @@ def test_losses_and_rewards_are_those_of_one_process(comm, tables):
     one = curve(dpo(data=data), MPI.COMM_SELF, 4)
     assert one[3, 0] < 0.99 * one[0, 0]
     found = curve(dpo(data=data, **dividing(tables, comm.size)), comm, 4)
-    np.testing.assert_allclose(found, one, rtol=1e-5, atol=1e-5)
+    equal = np.ones_like(one, dtype=bool)
+    equal[0, ACCURACY] = False  # margins are 0 but for rounding
+    np.testing.assert_allclose(found[equal], one[equal], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["kept", "damaged"])
