@@ -25,9 +25,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,11 +43,10 @@ from hpcllm.collectives.worker import can_thread, run_in_order
 from hpcllm.config.schema import CheckpointConfig
 from hpcllm.errors import HpcllmError
 from hpcllm.mpi.collective_errors import on_root
+from hpcllm.system.host_memory import host_memory
 
 log = logging.getLogger(__name__)
 LANE = "checkpoint"
-ALIGN_BYTES = 64
-PIECE_BYTES = 64 << 20
 TELL_EVERY_S = 10.0
 
 
@@ -171,7 +169,8 @@ class Background:
         """Copy to host memory; returns the copies, and the event by which they are complete, None: they are now."""
         device = _device_of(tensors)
         if not self._copies:
-            self._copies = _buffers(tensors, pinned=device is not None)
+            memory = host_memory({slab: tensor.nbytes for slab, tensor in tensors.items()}, pinned=device is not None)
+            self._copies = {slab: memory[slab].view(x.dtype).view(x.shape) for slab, x in tensors.items()}
             self._stream = torch.Stream(device) if device else None
         changed_soon = [slab for slab in tensors if slab.dataset == FEEDBACK]
         _fill(self._copies, tensors, changed_soon if self._stream else tensors)
@@ -201,48 +200,3 @@ def _recorded(tensors: Mapping[Slab, torch.Tensor]) -> torch.Event | None:
     event = torch.Event(device, enable_timing=False)
     event.record(torch.accelerator.current_stream(device))
     return event
-
-
-def _buffers(tensors: Mapping[Slab, torch.Tensor], pinned: bool) -> dict[Slab, torch.Tensor]:
-    """Make a tensor in host memory for each.
-
-    Pinned memory comes in powers of two anyway, so all pieces are such: each of the size that has the least room left
-    once it is filled, the largest tensor first.
-    """
-    left = sorted(tensors, key=lambda slab: -tensors[slab].nbytes)
-    found = {}
-    while left:
-        size, inside = _fullest(left, tensors)
-        piece, place = torch.empty(size, dtype=torch.uint8, pin_memory=pinned), 0
-        for slab in inside:
-            tensor = tensors[slab]
-            found[slab] = piece[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            place += _room(tensor)
-        left = [slab for slab in left if slab not in found]
-    return found
-
-
-def _fullest(slabs: Sequence[Slab], tensors: Mapping[Slab, torch.Tensor]) -> tuple[int, list[Slab]]:
-    """Return the size of a piece of memory for some of these slabs, and those that lie in it."""
-    rooms = [_room(tensors[slab]) for slab in slabs]
-    most = _power_above(sum(rooms))
-    size, least = most, min(most, max(PIECE_BYTES, _power_above(rooms[0])))
-    best: tuple[float, int, list[Slab]] = (0.0, 0, [])
-    while size >= least:
-        inside, taken = [], 0
-        for slab, room in zip(slabs, rooms, strict=True):
-            if taken + room <= size:
-                inside.append(slab)
-                taken += room
-        best = max(best, (taken / size, size, inside), key=lambda one: one[:2])
-        size //= 2
-    return best[1], best[2]
-
-
-def _power_above(size_bytes: int) -> int:
-    """Return the least power of two that is at least this, 1 at least."""
-    return 1 << max(size_bytes - 1, 0).bit_length()
-
-
-def _room(tensor: torch.Tensor) -> int:
-    return math.ceil(tensor.nbytes / ALIGN_BYTES) * ALIGN_BYTES

@@ -143,15 +143,11 @@ def _room(config: Config) -> tuple[str, float, Callable[[RankMemory], float]]:
     """Return where a rank's tensors will be, how many bytes fit there, and which of them count."""
     if config.run.machine and config.run.device != "cpu" and "device" in machines.load(config.run.machine):
         device = read_machine(config.run.machine).device
-        return f"a device of run.machine = {config.run.machine!r}", device.usable_bytes, _on_device
+        return f"a device of run.machine = {config.run.machine!r}", device.usable_bytes, lambda rank: rank.on_device
     host = find_memory().usable_bytes or math.inf
     if config.run.device != "cpu" and find_gpus():  # whose memory only their driver knows
-        return "this host", host, lambda rank: rank.checkpoint
+        return "this host", host, lambda rank: rank.in_host
     return "this host (run.machine names another to compare with)", host, lambda rank: rank.total
-
-
-def _on_device(rank: RankMemory) -> float:
-    return rank.total - rank.checkpoint  # the copy that is written lies in the host's memory
 
 
 def _wider(resolved: ResolvedRun, need_of: Callable[[RankMemory], float], has: float) -> Iterator[tuple[str, int]]:
@@ -223,7 +219,8 @@ def lines(trial: Trial) -> list[str]:
     size = config.data.global_batch // mesh.dp // pipeline.microbatches
     begins = f"begins at step 0 of {run.steps} in {Path(run.folder) / run.name}"
     folder = f"goes on from {trial.newest}, up to step {run.steps}" if trial.newest else begins
-    device, host = size_text(largest.total - largest.checkpoint), size_text(largest.checkpoint)
+    device, host = size_text(largest.on_device), size_text(largest.in_host)
+    beside = "for writing checkpoints" + " and what is offloaded" * bool(largest.offloaded)
     verb = "train" if kind == "none" else f"fine-tune ({kind})"
     return [
         f"would {verb} {run.name}: {parameter_count(config.model):,} parameters in {config.precision.compute} on "
@@ -232,8 +229,7 @@ def lines(trial: Trial) -> list[str]:
         f"sample{'s' * (size > 1)}, bubble {resolved.bubble:.0%}, recompute {pipeline.recompute!r}",
         f"  data        {_data(trial)}",
         f"  folder      {folder}",
-        f"  memory      {device} of tensors on the largest rank, and {host} of the host's for writing checkpoints "
-        "(predicted)",
+        f"  memory      {device} of tensors on the largest rank, and {host} of the host's {beside} (predicted)",
         f"  step        {_time(trial)}",
         "accepted; nothing was started or written. Devices, network and disks of an allocation: `preflight` in the job",
     ]

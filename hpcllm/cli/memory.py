@@ -24,8 +24,14 @@ from hpcllm.plan.resolve import resolve
 from hpcllm.system.output import add_output, show
 from hpcllm.system.text import percent, size_text, table
 
-NARROW = {"parameters": "params", "gradients": "grads", "activations": "activ.", "checkpoint": "ckpt"}  # 80 columns
-PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "checkpoint")
+NARROW = {  # 80 columns
+    "parameters": "params",
+    "gradients": "grads",
+    "activations": "activ.",
+    "checkpoint": "ckpt",
+    "offloaded": "offload",
+}
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "checkpoint", "offloaded")
 LOWERED_BY = {
     "parameters": "mesh.pp or mesh.tp; with mesh.pp = 1 optimizer.shard = 'all'",
     "gradients": "optimizer.shard = 'states+gradients', mesh.pp or mesh.tp",
@@ -115,7 +121,8 @@ def _facts(config: Config, rows: list[Row]) -> dict[str, Any]:
 
 def _lines(config: Config, rows: list[Row], wide: bool) -> list[str]:
     mesh, largest = config.mesh, _largest(rows)
-    titles = PARTS if wide else [NARROW.get(part, part) for part in PARTS]
+    parts = [part for part in PARTS if part != "offloaded" or largest.memory.offloaded]
+    titles = parts if wide else [NARROW.get(part, part) for part in parts]
     part = _binds(largest)
     everywhere = sum(row.memory.total * len(row.ranks) for row in rows)
     adapter = config.finetuning.adapter
@@ -125,7 +132,7 @@ def _lines(config: Config, rows: list[Row], wide: bool) -> list[str]:
         f"{config.precision.compute}, dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, shard {config.optimizer.shard!r}, "
         f"recompute {config.pipeline.recompute!r}; predicted for each rank:",
         "",
-        *table(["", *titles, "total"], list(_cells(rows)), indent="", gap="  "),
+        *table(["", *titles, "total"], list(_cells(rows, parts)), indent="", gap="  "),
         "",
         f"all {mesh.dp * mesh.pp * mesh.tp} ranks together: {size_text(everywhere)}",
         f"{name_ranks(largest.ranks, 3)} need{'s' if len(largest.ranks) == 1 else ''} most, "
@@ -140,11 +147,11 @@ def _trained(config: Config) -> int:
     return sum(math.prod(shape) for shape in trained_shapes(config.model, config.finetuning.adapter).values())
 
 
-def _cells(rows: list[Row]) -> Iterator[list[str]]:
+def _cells(rows: list[Row], parts: list[str]) -> Iterator[list[str]]:
     """Yield a line for the ranks of a stage that are alike in the digits that are shown."""
     alike: dict[tuple[int, tuple[str, ...]], list[int]] = {}
     for row in rows:
-        shown = tuple(size_text(getattr(row.memory, part)) for part in (*PARTS, "total"))
+        shown = tuple(size_text(getattr(row.memory, part)) for part in (*parts, "total"))
         alike.setdefault((row.stage, shown), []).extend(row.ranks)
     for (stage, shown), ranks in alike.items():
         yield [f"stage {stage} ({name_ranks(sorted(ranks), 3)})", *shown]
@@ -155,5 +162,5 @@ def _largest(rows: list[Row]) -> Row:
 
 
 def _binds(row: Row) -> str:
-    """Return the part that is most of a rank's memory."""
-    return max(PARTS, key=row.share)
+    """Return the part that is most of a rank's memory; what was sent away to the host's is not to be lowered."""
+    return max(PARTS[: PARTS.index("offloaded")], key=row.share)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from hpcllm.codecs.names import parse_name
 from hpcllm.config.input_files import read_text
 from hpcllm.config.names import closest, key_meant, nearest
 from hpcllm.config.policies import TRAFFIC, codecs_of
@@ -117,6 +118,7 @@ class PipelineConfig:
     file: str = ""  # the text of a custom schedule
     recompute: str = "none"  # none | selective | full, or one word a virtual stage: "full,full,none,none"
     loss_tokens: int = 0  # logits of so many tokens exist at once, made again in the backward pass; 0: of a microbatch
+    offload: bool = False  # what backward passes read waits for them in host memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +132,7 @@ class OptimizerConfig:
     epsilon: float = 1e-8  # added to the root of the mean of squares
     clip_norm: float = 1.0  # 0: no clipping
     shard: Literal["none", "states", "states+gradients", "all"] = "none"  # what dp replicas hold a share of: ZeRO 0-3
+    offload: bool = False  # states and master weights rest in host memory, and come to the device for each update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -483,6 +486,13 @@ def _check_shard(config: Config) -> None:
             f"communication.algorithm = {algorithm!r} gives every replica the whole sum, but with optimizer.shard = "
             f"{shard!r} each gets its share; valid: auto, {', '.join(SHARED_OUT)}"
         )
+    parameters = traffic_codecs(config.communication)["parameters"]
+    if config.optimizer.offload and shard in ("states", "states+gradients") and not parse_name(parameters).lossless:
+        raise ConfigError(
+            f"optimizer.offload = true with optimizer.shard = {shard!r} and communication.parameters = {parameters!r} "
+            "(or communication.policy), by which differences to the master weights travel while those are on their way "
+            "to host memory; valid: parameters = 'raw' or another lossless codec, or offload = false"
+        )
 
 
 def _check_compile(config: Config) -> None:
@@ -494,6 +504,7 @@ def _check_compile(config: Config) -> None:
         ("mesh.tp", config.mesh.tp, (1,)),
         ("pipeline.schedule", schedule, ("gpipe", "1f1b", "interleaved")),
         ("pipeline.recompute", recompute, ("none",)),
+        ("pipeline.offload", config.pipeline.offload, (False,)),
         ("optimizer.shard", config.optimizer.shard, ("none", "states", "states+gradients")),
         ("finetuning.adapter.rank", config.finetuning.adapter.rank, (0,)),
     ):

@@ -22,7 +22,7 @@ The learning rate warms up linearly, then follows a cosine down to a fraction of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -69,6 +69,7 @@ class Share:
     exp_avg_sq: Tensor
     config: OptimizerConfig
     decay_groups: tuple[_DecayGroup, ...]
+    homes: Mapping[str, Tensor] = field(default_factory=dict)  # by kind, where states rest (host_states.py)
 
     def update(self, learning_rate: float, divisor: float) -> None:
         """Make one step with the gradients over `divisor`; they are overwritten with that if it is not 1."""
@@ -100,6 +101,7 @@ class Share:
     def pieces(self, start: int, end: int) -> Iterator[Piece]:
         """Weights and state of values [start, end) of the buffer, a part of what this rank owns."""
         kept = {MASTER: self.master, EXP_AVG: self.exp_avg, EXP_AVG_SQ: self.exp_avg_sq}
+        kept |= self.homes
         for part in self.spec.buffer.ranges(start, end):
             yield Piece(MODEL, part.name, part.start, part.end, self.model(part))
             for kind, memory in kept.items():
@@ -114,14 +116,17 @@ def make_share(
     keeps_master: bool,
     is_matrix: Callable[[str], bool],
     config: OptimizerConfig,
+    landing: Sequence[Tensor] = (),
+    homes: Sequence[Tensor] = (),
 ) -> Share:
     """A rank's share of one buffer with new state, its master weights filled from the model.
 
-    gradients: (owned,) float32, the memory that every update reads. is_matrix: by the name of a parameter.
+    gradients: (owned,) float32, the memory that every update reads. is_matrix: by the name of a parameter. landing,
+    homes: (owned,) float32 of each kind of state, where it is updated and where it rests (host_states.py); (): one.
     """
-    start = spec.start
-    exp_avg, exp_avg_sq = (gradients.new_zeros(spec.owned) for _ in range(2))
-    master = gradients.new_empty(spec.owned) if keeps_master else None
+    start, kinds = spec.start, [EXP_AVG, EXP_AVG_SQ, *([MASTER] if keeps_master else [])]
+    memory = dict(zip(kinds, landing or [gradients.new_zeros(spec.owned) for _ in kinds], strict=True))
+    exp_avg, exp_avg_sq, master = memory[EXP_AVG], memory[EXP_AVG_SQ], memory.get(MASTER)
     matrices, vectors = _DecayGroup(config.weight_decay), _DecayGroup(0.0)
     for part in spec.buffer.ranges(start, spec.end):
         values = model(part)
@@ -129,7 +134,10 @@ def make_share(
             values = _part_of(master, part, start).copy_(values)
         group = matrices if is_matrix(part.name) else vectors
         group.add(values, *(_part_of(memory, part, start) for memory in (gradients, exp_avg, exp_avg_sq)))
-    return Share(spec, model, master, exp_avg, exp_avg_sq, config, (matrices, vectors))
+    rest = dict(zip(kinds, homes, strict=True)) if homes else {}
+    if rest and master is not None:
+        rest[MASTER].copy_(master)
+    return Share(spec, model, master, exp_avg, exp_avg_sq, config, (matrices, vectors), rest)
 
 
 def _follows(x: Tensor, before: Tensor) -> bool:

@@ -6,6 +6,8 @@
     states+gradients   share            share              whole, gathered after each update           ZeRO-2
     all                share            share              share, gathered unit by unit when used      ZeRO-3
 
+    offload: states and masters rest in host memory (host_states.py)
+
     parameters --> shard specs --+--> gradients   wires["gradients"],  node-shared memory
                                  +--> weights     wires["parameters"], node-shared memory
                                  +--> shares: AdamW on what this rank owns
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,6 +41,7 @@ from hpcllm.mpi.watchdog import Watchdog
 from hpcllm.optim.adamw import Share, make_share
 from hpcllm.optim.buckets import GradientBuckets, Gradients, ShardedGradients
 from hpcllm.optim.flat_buffers import Piece
+from hpcllm.optim.host_states import HostStates
 from hpcllm.optim.shard_spec import Fill, Groups, ShardSpec, make_shard_specs
 from hpcllm.optim.weights import GatheredWeights, LateWeights, Weights, Zero3Weights
 
@@ -52,6 +56,7 @@ class Optimizer:
     weights: Weights
     replica: int  # this rank's number among the replicas
     replicas: int
+    host_states: HostStates | None = None  # where states rest, if not on the device
     updates: int = 0  # made so far
 
     def update(self, learning_rate: float, factor: float) -> None:
@@ -65,12 +70,15 @@ class Optimizer:
             self.weights.update(number, partial(self._update, number, share, learning_rate, 1 / factor))
 
     def _update(self, number: int, share: Share, learning_rate: float, divisor: float) -> None:
-        share.update(learning_rate, divisor)
-        self.weights.refresh(number, share.master)
+        with self.host_states.at_hand(number) if self.host_states else nullcontext():
+            share.update(learning_rate, divisor)
+            self.weights.refresh(number, share.master)
 
     def settle(self) -> None:
-        """Return when all weights that this rank holds are up to date."""
+        """Return when all weights that this rank holds are up to date, and states where they rest."""
         self.weights.settle()
+        if self.host_states:
+            self.host_states.settle()
 
     def pieces_to_write(self) -> list[Piece]:
         """Pieces that this rank writes to a checkpoint: all replicas' pieces have each element once. Settles first."""
@@ -112,6 +120,8 @@ class Optimization:
     def close(self) -> None:
         """Return when nothing is under way any more, and free what was taken. Collective over the mesh."""
         self.worker.close()
+        if self.optimizer.host_states:
+            self.optimizer.host_states.settle()
         for group in self.own_groups:
             group.free()
 
@@ -161,8 +171,12 @@ def make_optimization(
     else:
         zeros = partial(_zeros, group=gathering, device=device)
         weights = GatheredWeights(specs, parameters, fill, codec, gathering, worker, zeros)
-    shares = _make_shares(specs, parameters, gradients.shares, weights, config.optimizer)
-    optimizer = Optimizer(shares, weights, mesh.dp.rank, mesh.dp.size)
+    keeps_master = weights.is_lossy or next(iter(parameters.values())).dtype != torch.float32
+    offloaded = config.optimizer.offload and device.type != "cpu"
+    sizes, kinds = [spec.owned for spec in specs], 3 if keeps_master else 2
+    host_states = HostStates(sizes, kinds, device) if offloaded else None
+    shares = _make_shares(specs, parameters, gradients.shares, weights, keeps_master, host_states, config.optimizer)
+    optimizer = Optimizer(shares, weights, mesh.dp.rank, mesh.dp.size, host_states)
     return Optimization(gradients, optimizer, worker, wires, tuple(group for group in (over_tp, gathering) if group))
 
 
@@ -171,18 +185,21 @@ def _make_shares(
     parameters: Mapping[str, nn.Parameter],
     gradients: Sequence[Tensor],
     weights: Weights,
+    keeps_master: bool,
+    host_states: HostStates | None,
     config: OptimizerConfig,
 ) -> list[Share]:
     """gradients: for each flat buffer, the memory of the sums that this rank owns.
 
     Master weights are kept where the model's are of 16 bits, or replicas hold what a lossy codec made of them.
     """
-    matrices = {name for name, p in parameters.items() if p.dim() > 1}
-    keeps_master = weights.is_lossy or next(iter(parameters.values())).dtype != torch.float32
-    return [
-        make_share(spec, partial(weights.owned, number), sums, keeps_master, matrices.__contains__, config)
-        for number, (spec, sums) in enumerate(zip(specs, gradients, strict=True))
-    ]
+    is_matrix = {name for name, p in parameters.items() if p.dim() > 1}.__contains__
+    shares = []
+    for number, (spec, sums) in enumerate(zip(specs, gradients, strict=True)):
+        places = (host_states.landing(number), host_states.homes[number]) if host_states else ((), ())
+        owned = partial(weights.owned, number)
+        shares.append(make_share(spec, owned, sums, keeps_master, is_matrix, config, *places))
+    return shares
 
 
 def _zeros(n: int, dtype: torch.dtype, group: Group, device: torch.device) -> torch.Tensor:

@@ -163,6 +163,10 @@ class GatheredWeights(Weights):
 
     def refresh(self, number: int, master: Tensor | None) -> None:
         coded = self.is_lossy and not (self.exact or self.specs[number].buffer.traits.exact)
+        if master is not None and not master.is_cpu and not self.is_lossy:  # now, while it is at hand: host_states.py
+            spec = self.specs[number]
+            self.arrays[number][spec.start : spec.end].copy_(master)
+            master = None
         if coded and master is not None:
             future = self.worker.submit(partial(self._gather_changes, number, master))
         else:

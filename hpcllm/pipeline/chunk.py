@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +24,7 @@ from hpcllm.model.linear import DeferredGradients
 from hpcllm.model.loss import Criterion, Total
 from hpcllm.model.transformer import Decoder
 from hpcllm.pipeline.actions import Action, Op
+from hpcllm.pipeline.host_activations import HostActivations, SavedPass
 
 TOTAL = Total()
 
@@ -34,6 +36,7 @@ class _Kept:
     x: torch.Tensor
     output: GradientEdge
     deferred: DeferredGradients | None  # None: the backward pass is whole
+    saved: SavedPass | None  # what waits in host memory
 
 
 @dataclass
@@ -44,6 +47,7 @@ class Chunk:
     """
 
     decoder: Decoder
+    host: HostActivations | None = None  # where what autograd keeps waits, if not on the device
     sums: torch.Tensor = field(init=False)  # (size of the criterion,) float64 on the decoder's device
     _passes: dict[int, _Kept] = field(default_factory=dict)  # by microbatch, from F to B or I
     _halves: dict[int, DeferredGradients] = field(default_factory=dict)  # from I to W
@@ -78,14 +82,15 @@ class Chunk:
         if not self.decoder.span.has_embedding:
             x = x.detach().requires_grad_(torch.is_grad_enabled())
         deferred = DeferredGradients() if split else None
-        output = self.decoder.hidden_states(x, deferred, documents=documents)
-        if self.decoder.span.has_head:
-            sums = criterion(self.decoder.nats(output, targets, deferred))
-            if self.decoder.tp.rank == 0:  # all tp ranks have the same
-                self.sums += sums.detach()
-            output = sums[0] * scale
+        with self.host.keeping(x) if self.host and torch.is_grad_enabled() else nullcontext() as saved:
+            output = self.decoder.hidden_states(x, deferred, documents=documents)
+            if self.decoder.span.has_head:
+                sums = criterion(self.decoder.nats(output, targets, deferred))
+                if self.decoder.tp.rank == 0:  # all tp ranks have the same
+                    self.sums += sums.detach()
+                output = sums[0] * scale
         if torch.is_grad_enabled():
-            self._passes[m] = _Kept(x, get_gradient_edge(output), deferred)
+            self._passes[m] = _Kept(x, get_gradient_edge(output), deferred, saved)
         detached: torch.Tensor = output.detach()
         return detached
 
@@ -97,6 +102,8 @@ class Chunk:
         kept = self._passes.pop(m)
         with torch.autograd.set_multithreading_enabled(False):  # else hooks call MPI from a thread of the device's
             torch.autograd.backward(kept.output, gradient)
+        if kept.saved is not None:
+            kept.saved.done()
         if kept.deferred is not None:
             self._halves[m] = kept.deferred
         return kept.x.grad

@@ -44,6 +44,7 @@ def set_up_device(config: Config, mesh: Mesh) -> DeviceSetup:
     """Take a device and place messages where MPI reads them. Collective over the mesh. Raises ConfigError."""
     taken = take_device(config.run.device, mesh.world, mesh.node, config.run.deterministic)
     check_codecs(config, mesh, taken.device)
+    check_offload(config, taken.device)
     compute_on_own_stream(taken.device)
     threads = torch.get_num_threads()
     peak_tflops = on_root(mesh.world, lambda: peak_tflops_of_rank(config, taken.facts, threads))
@@ -66,6 +67,16 @@ def compute_on_own_stream(device: torch.device) -> None:
     stream = _streams.get(device) or _streams.setdefault(device, torch.Stream(device))
     stream.wait_stream(torch.accelerator.current_stream(device))
     torch.accelerator.set_stream(stream)
+
+
+def check_offload(config: Config, device: torch.device) -> None:
+    """Raise ConfigError where memory of the host is asked for beside that of a device, and there is no device."""
+    for table, what in (("optimizer", "states"), ("pipeline", "activations")):
+        if device.type == "cpu" and getattr(config, table).offload:
+            raise ConfigError(
+                f"{table}.offload = true, but this run computes on the CPU, where {what} are in the host's memory "
+                "anyway; valid: false, or a device (run.device, --device)"
+            )
 
 
 def check_codecs(config: Config, mesh: Mesh, device: torch.device) -> None:

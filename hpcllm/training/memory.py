@@ -132,13 +132,15 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
 
 def measured(run: RunContext, step_bytes: int) -> dict[str, int]:
     """Return this rank's bytes by kind between two steps. step_bytes: peak over a step, see counting."""
-    pieces = run.optimizer.pieces_to_read()
+    pieces, states = run.optimizer.pieces_to_read(), run.optimizer.host_states
     frozen = [*run.frozen.values(), *(weight.data for weight in run.quantised.values())]
     weights = [*run.parameters.values(), *frozen, *(piece.values for piece in pieces if piece.kind == MODEL)]
     return {
         "parameters": held_bytes(weights),
         "gradients": held_bytes(run.gradients.shares),
-        "optimizer": held_bytes(piece.values for piece in pieces if piece.kind != MODEL),
+        "optimizer": states.landing_bytes
+        if states
+        else held_bytes(piece.values for piece in pieces if piece.kind != MODEL),
         STEP: step_bytes,
     }
 

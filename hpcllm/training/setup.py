@@ -46,6 +46,7 @@ from hpcllm.optim.optimizer import KINDS, Optimization, Optimizer, make_optimiza
 from hpcllm.pipeline.actions import Placement
 from hpcllm.pipeline.chunk import Chunk, additions
 from hpcllm.pipeline.engine import Engine
+from hpcllm.pipeline.host_activations import HostActivations
 from hpcllm.pipeline.link import BACKWARD, FORWARD, Codecs, Link
 from hpcllm.pipeline.schedules import Schedule
 from hpcllm.plan.resolve import resolve
@@ -175,6 +176,8 @@ def open_run(config: Config, comm: MPI.Intracomm, objective: Objective = NEXT_TO
             decoder.unshard_hooks = optimization.optimizer.weights
             decoder.gradient_sums = optimization.gradients
         link = _link(config, mesh, tp, placement, device_setup.device, tuning, watchdog)
+        stays = [*named.values(), *(weight.data for weight in quantised.values())]
+        host = HostActivations(device_setup.device, stays) if config.pipeline.offload else None
         yield RunContext(
             config=config,
             mesh=mesh,
@@ -193,7 +196,7 @@ def open_run(config: Config, comm: MPI.Intracomm, objective: Objective = NEXT_TO
             shared=shared,
             optimization=optimization,
             loss_scale=make_loss_scale(config),
-            engine=Engine([Chunk(decoder) for decoder in decoders], link, optimization.gradients.added),
+            engine=Engine([Chunk(decoder, host) for decoder in decoders], link, optimization.gradients.added),
             control=Waits(config.limits.stall_s, observer=watchdog),
             watchdog=watchdog,
         )

@@ -15,6 +15,7 @@ from hpcllm.checkpoint.background import Background, LocalSlabs
 from hpcllm.checkpoint.slabs import Slab
 from hpcllm.checkpoint.state import FEEDBACK
 from hpcllm.config.schema import CheckpointConfig
+from hpcllm.system import host_memory
 
 STATE = Slab("model/w", (0,), (1000,))
 RESIDUALS = Slab(FEEDBACK, (0,), (77,))
@@ -56,7 +57,7 @@ def test_the_computation_does_not_wait_for_the_copy_until_an_update(begun):
 def pieces_of(sizes: list[int]) -> tuple[dict[Slab, torch.Tensor], list[int]]:
     """Copies of tensors of these bytes, and the bytes of the pieces in which they lie."""
     tensors = {Slab(str(n), (0,), (size,)): torch.empty(size, dtype=torch.uint8) for n, size in enumerate(sizes)}
-    copies = background._buffers(tensors, pinned=False)
+    copies = host_memory.host_memory({slab: x.nbytes for slab, x in tensors.items()}, pinned=False)
     storages = {copy.untyped_storage().data_ptr(): copy.untyped_storage() for copy in copies.values() if copy.nbytes}
     return copies, [storage.nbytes() for storage in storages.values()]
 
@@ -67,7 +68,7 @@ def rooms(sizes: list[int]) -> int:
 
 @hypothesis.given(st.lists(st.integers(0, 1 << 22), min_size=1, max_size=60), st.sampled_from([0, 1 << 12, 64 << 20]))
 def test_the_copy_has_room_for_each_tensor_and_less_than_twice_their_bytes(sizes, piece_bytes):
-    with mock.patch.object(background, "PIECE_BYTES", piece_bytes):
+    with mock.patch.object(host_memory, "PIECE_BYTES", piece_bytes):
         copies, pieces = pieces_of(sizes)
     assert all(size & (size - 1) == 0 for size in pieces)
     assert sum(pieces) < 2 * rooms(sizes) + 1
@@ -82,7 +83,7 @@ def test_the_copy_has_room_for_each_tensor_and_less_than_twice_their_bytes(sizes
 @pytest.mark.parametrize("layers", [8, 16, 22, 31])
 def test_the_copy_of_a_model_s_state_leaves_little_unused(layers, monkeypatch):
     """Of a Llama of 2048 x 5632: weights of 16 bits, master and moments; all is a thousandth of its size."""
-    monkeypatch.setattr(background, "PIECE_BYTES", 64 << 10)
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 64 << 10)
     matrices = [2048 * 2048, 2048 * 256, 2048 * 256, 2048 * 2048, *3 * [2048 * 5632]]
     values = [50304 * 2048, *layers * [*matrices, 2048, 2048]]
     sizes = [n * item // 1024 for item in (2, 4, 4, 4) for n in values]

@@ -7,6 +7,8 @@
     activations   the most that a step has at once       once through the actions of the schedule
     buffers       gradients on their way to their owner, weights gathered for a while, the residual of error feedback
     checkpoint    the copy that a thread writes while training goes on: a replica's share of all that is kept
+    offloaded     what waits in host memory: the device has landings for the states of three buffers, and a window of
+                  the activations beside those of one block
 
     shard           none    states    states+gradients    all          a replica's share of dp: n / dp
     parameters       n        n              n            n / dp
@@ -26,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
@@ -41,14 +43,16 @@ from hpcllm.pipeline.schedules import Schedule
 from hpcllm.plan.layouts import Layout
 from hpcllm.plan.memory.backward_pass import backward, second_half
 from hpcllm.plan.memory.forward_pass import forward
-from hpcllm.plan.memory.peak_points import PassUses, layout_points, peak, points_of
-from hpcllm.plan.memory.sizes import RankMemory, Sizes, layout_sizes
+from hpcllm.plan.memory.peak_points import PassUses, PeakPoint, layout_points, peak, points_of
+from hpcllm.plan.memory.sizes import RankMemory, Sizes, Use, layout_sizes
 from hpcllm.plan.models import HALVED, Model, fewest_blocks, kind_of, placement_of, spans_like, stage_spans
 from hpcllm.plan.resolve import layer_spans, recompute_levels
 from hpcllm.plan.run_config import config_of
 
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 ON_THEIR_WAY = 3  # gradient buffers at most, besides those that are being filled: optim/buckets.py
+# as optim/host_states.py and pipeline/host_activations.py, which import torch, have them
+LANDINGS, SLAB_BYTES, WINDOW_TENSORS = 3, 32 << 20, 4 + 3
 N = TypeVar("N", int, float)
 SHARDS = ("none", "states", "states+gradients", "all")  # each shares what the one before does, and more
 
@@ -64,9 +68,32 @@ def predict(config: Config, schedule: Schedule, pp_rank: int, tp_rank: int = 0) 
         pass_uses(replace(each, split=chunk in halves), spans[stage])
         for chunk, (each, stage) in enumerate(zip(sizes, stages, strict=True))
     ]
-    activations = target_bytes(config) + peak(points_of(schedule, pp_rank), uses, sizes[0].residual)
-    activations += _whole_again_bytes(config)
-    return replace(between_passes(config, tuple(spans[stage] for stage in stages), tp_rank), activations=activations)
+    points = points_of(schedule, pp_rank)
+    rest = between_passes(config, tuple(spans[stage] for stage in stages), tp_rank)
+    if config.pipeline.offload:
+        rest = replace(rest, offloaded=rest.offloaded + _waiting_bytes(points, uses))
+        uses = [
+            _offloaded(use, replace(each, split=chunk in halves), spans[stage])
+            for chunk, (use, each, stage) in enumerate(zip(uses, sizes, stages, strict=True))
+        ]
+    activations = target_bytes(config) + peak(points, uses, sizes[0].residual) + _whole_again_bytes(config)
+    return replace(rest, activations=activations)
+
+
+def _waiting_bytes(points: Sequence[PeakPoint], uses: Sequence[PassUses]) -> int:
+    """Return the bytes of host memory for what passes keep until their backward pass, in slabs that each takes."""
+    slabs = [SLAB_BYTES * math.ceil(use.forward.net / SLAB_BYTES) for use in uses]
+    waiting = [PassUses(Use(size, size), Use(0, -size), Use(0, 0)) for size in slabs]
+    return peak(points, waiting, 0)
+
+
+def _offloaded(whole: PassUses, sizes: Sizes, span: StageSpan) -> PassUses:
+    """Return what passes use of the device: what one block takes, or a window, and what a second half needs."""
+    one = pass_uses(sizes, replace(span, last_block=min(span.last_block, span.first_block + 1)))
+    window = max(0, WINDOW_TENSORS * max(sizes.residual, sizes.ffn, sizes.queries) - one.forward.net)
+    left = whole.forward.net + whole.backward.net
+    backward = one.forward.net + one.backward.peak + window + left
+    return PassUses(Use(one.forward.peak + window, 0), Use(backward, left), whole.weights)
 
 
 def layout_memory(model: Model, layout: Layout, global_batch: int) -> tuple[RankMemory, ...]:
@@ -80,7 +107,7 @@ def end_ranks_bound(model: Model, layout: Layout, global_batch: int) -> float:
     One of them is the fullest: the first has most microbatches at once, the last the logits of those half gone back.
     """
     ends = _memory(model, layout, global_batch, {0, layout.pp - 1}, with_messages=False)
-    return max(rank.total - rank.checkpoint for rank in ends)
+    return max(rank.on_device for rank in ends)
 
 
 def _memory(
@@ -89,7 +116,7 @@ def _memory(
     """Predict for these pipeline ranks."""
     config = config_of(model, layout, global_batch)
     sizes = replace(chunk_sizes(config, layout.recompute), split=layout.schedule in HALVED)
-    shared = replace(config, data=DataConfig(), pipeline=PipelineConfig())  # all that states depend on
+    shared = replace(config, data=DataConfig(), pipeline=PipelineConfig(schedule=config.pipeline.schedule))  # all that states depend on
     for kinds, different, points in layout_points(model, layout, config.pipeline.microbatches, ranks, with_messages):
         uses = [pass_uses(sizes, span) for kind in different for span in spans_like([kind])]
         activations = target_bytes(config) + peak(points, uses, sizes.residual)
@@ -120,9 +147,9 @@ def first_rank_bound(model: Model, layout: Layout, global_batch: int) -> float:
     kept, held = min(use.forward.net for use in uses), _held_by_first_rank(layout, config.pipeline.microbatches)
     # a backward pass comes next; the second half of one may leave less room than what goes back with the first
     at_work = held * kept + (0 if layout.schedule in HALVED else min(use.backward.peak for use in uses))
-    shared = replace(config, data=DataConfig(), pipeline=PipelineConfig())
+    shared = replace(config, data=DataConfig(), pipeline=PipelineConfig(schedule=config.pipeline.schedule))
     states = between_passes(shared, spans_like([kind_of(span) for span in mine]))
-    return states.total - states.checkpoint + target_bytes(config) + at_work
+    return states.on_device + target_bytes(config) + at_work
 
 
 def states_lower_bound(model: Model, layout: Layout) -> float:
@@ -162,11 +189,20 @@ def between_passes(config: Config, spans: tuple[StageSpan, ...], tp_rank: int = 
     return RankMemory(
         parameters=parameters + _frozen_bytes(config, spans, tp_rank),
         gradients=gradients,
-        optimizer=optimizer,
+        optimizer=_landing_bytes(config, sizes) if config.optimizer.offload else optimizer,
+        offloaded=optimizer if config.optimizer.offload else 0,
         activations=0,
         buffers=_buffers(config, sizes) + _residual(config, sizes),
         checkpoint=_checkpoint(config, sizes, any(span.has_embedding for span in spans), tp_rank),
     )
+
+
+def _landing_bytes(config: Config, sizes: Mapping[str, int]) -> int:
+    """Return the bytes in which optimizer states are updated that rest in host memory."""
+    flats = _flats(config, sizes)
+    parts = 1 if config.optimizer.shard == "none" else config.mesh.dp
+    longest = max(math.ceil(flat.size / parts) for flat in flats)
+    return (12 if _keeps_master(config) else 8) * longest * min(LANDINGS, len(flats))
 
 
 def _frozen_bytes(config: Config, spans: tuple[StageSpan, ...], tp_rank: int) -> int:
@@ -292,12 +328,16 @@ def _checkpoint(config: Config, sizes: Mapping[str, int], is_first: bool, tp_ran
 def _flats(config: Config, sizes: Mapping[str, int]) -> list[FlatBuffer]:
     """Lay the parameters out in flat buffers, as far as their sizes go, as the optimizer does."""
     communication, tp = config.communication, config.mesh.tp
+    is_shared = (
+        config.model.tied and config.mesh.pp > 1 and config.pipeline.schedule != "zb-v"
+    )  # has both ends on rank 0
 
     def traits(name: str) -> Traits:
         whole = tp == 1 or split_dim(name) is None
         block = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else ""
         unit = block if config.optimizer.shard == "all" else ""
         partial = whole and (config.mesh.sequence_parallel or (tp > 1 and is_adapter(name)))
-        return Traits(is_exact(name, communication.exact), whole, partial, unit=unit)
+        shared = is_shared and name == "embedding.weight"
+        return Traits(is_exact(name, communication.exact), whole, partial, shared, unit)
 
     return lay_out(sizes, traits, communication.bucket_mib * 2**18)

@@ -50,6 +50,7 @@ class RankMemory:
     activations: float  # at their peak in a step
     buffers: float
     checkpoint: float = 0
+    offloaded: float = 0  # states and activations in host memory, which the device has no more than a window of
     by_turns: float = 0  # part of activations: kept for several microbatches, which come and go by turns (megatron.py)
 
     @property
@@ -59,7 +60,17 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        return self.states + self.activations + self.buffers + self.checkpoint
+        return self.on_device + self.in_host
+
+    @property
+    def on_device(self) -> float:
+        """Bytes where the rank computes."""
+        return self.states + self.activations + self.buffers
+
+    @property
+    def in_host(self) -> float:
+        """Bytes in the host's memory, beside a device."""
+        return self.checkpoint + self.offloaded
 
 
 @dataclass(frozen=True, kw_only=True)
