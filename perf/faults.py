@@ -135,7 +135,7 @@ STAGES = {
         lambda common, folder: train_words(common, folder, 0), lambda job, _: job.printed(r"^step +3/"), 2.0
     ),
     "save": Stage(lambda common, folder: train_words(common, folder, 2, 256), is_saving, 0.0),
-    "generate": Stage(lambda *folders: generate_words(*folders) + STALL, has_ranks, 6.0),
+    "generate": Stage(lambda *folders: generate_words(*folders) + STALL, has_ranks, 1.5),
     "convert": Stage(lambda *folders: convert_words(*folders) + STALL, has_ranks, 4.0, "converted"),
     "verify": Stage(lambda common, _: ["checkpoint", "verify", f"{common / 'large' / 'r'}", *STALL], has_ranks, 3.0),
     "preflight": Stage(lambda _, __: ["preflight", *STALL], has_ranks, 9.0),

@@ -6,6 +6,8 @@
     collectives.png             hpcllm perf plot, from the records of perf/collectives
     checkpoint.svg              from perf/checkpoint_speed.json
     measured-step.svg           hpcllm schedule --measured, of a run on two ranks made here
+    assistant-mask.png,         a row of the store, and the loss in the report, of docs/tutorials/assistant.md, followed
+    assistant-loss.svg          in the repository's folder
     report.png                  the report of runs/tiny (jobscripts/local/train.sh), photographed by a Chromium on PATH
 
 PNGs are stored with few colours: tests/docs holds each picture to 60 kB. Run it in the environment of .venv.
@@ -13,7 +15,9 @@ PNGs are stored with few colours: tests/docs holds each picture to 60 kB. Run it
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -21,9 +25,13 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+from matplotlib.colors import ListedColormap
 from PIL import Image
 
 from hpcllm import plotting
+from hpcllm.data.packing import SplitArrays, make_rows
+from hpcllm.data.store import TokenStore
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -108,6 +116,27 @@ def measured_step() -> None:
         hpcllm(f"schedule --measured {trace} --plot {HERE / 'measured-step.svg'}")
 
 
+def assistant() -> None:
+    store = TokenStore.open(ROOT / "chats.h5")
+    rows = make_rows(SplitArrays.of(store, "train"), 128, "best-fit", True)
+    kinds = np.zeros((rows.sequence, rows.sequence))  # 1: sees, 2: sees and is learned
+    place = 0
+    for start, inputs, targets in rows.pieces(0):
+        learned = np.pad(rows.split.counts(start + 1, targets), (0, inputs - targets))
+        kinds[place : place + inputs, place : place + inputs] = np.tril(np.ones((inputs, inputs)) + learned[:, None])
+        place += inputs
+    with plotting.figure(4.4, [4.2]) as (made, (axes,)):
+        axes.imshow(kinds, cmap=ListedColormap(["#f4f4f4", "#8fcbee", "#0072b2"]), interpolation="nearest")
+        axes.set(xlabel="token that is seen", ylabel="token that sees; dark: the next one is learned")
+        plotting.save(made, HERE / "assistant-mask.png")
+    shrink(HERE / "assistant-mask.png", colours=16, width=600)
+    hpcllm("report runs/assistant")
+    page = (ROOT / "runs/assistant/report/index.html").read_text(encoding="utf-8")
+    found = re.search(r'alt="loss over the steps" src="data:image/svg\+xml;base64,([^"]+)"', page)
+    assert found
+    (HERE / "assistant-loss.svg").write_bytes(base64.b64decode(found[1]))
+
+
 def report() -> None:
     page = ROOT / "runs/tiny/report/index.html"
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -126,6 +155,7 @@ PICTURES = {
     "collectives": collectives,
     "checkpoint": checkpoint,
     "measured-step": measured_step,
+    "assistant": assistant,
     "report": report,
 }
 

@@ -99,10 +99,11 @@ class ChatTemplate:
     def apply(self, messages: Sequence[Message], prompt: int) -> Rendered:
         """Render messages, the first `prompt` of which never count. Raises RejectedError."""
         sealed = self._sealed(messages)
-        whole = self._cut(self._render(sealed, False))
-        counted = whole.counted if self._has_marks else tuple(self._added(sealed, whole, prompt))
+        raw = self._render(sealed, False)
+        whole = self._cut(raw)
+        counted = whole.counted if self._has_marks else tuple(self._added(sealed, raw, whole, prompt))
         if prompt:
-            begin = len(self._beginning(whole, sealed[:prompt], True))
+            begin = self._end_of(sealed[:prompt], True, raw, whole)
             counted = tuple((max(first, begin), end) for first, end in counted if end > begin)
         if not counted:
             raise RejectedError(NO_ANSWER)
@@ -156,21 +157,25 @@ class ChatTemplate:
                 length += len(found[0])
         return Rendered("".join([*parts, text[place:]]), tuple(controls), tuple(counted))
 
-    def _added(self, messages: Sequence[Message], whole: Rendered, prompt: int) -> Iterator[Span]:
+    def _added(self, messages: Sequence[Message], raw: str, whole: Rendered, prompt: int) -> Iterator[Span]:
         """Yield what each answer adds to the text in front of it."""
         for i, message in enumerate(messages):
             if message["role"] == "assistant" and i >= prompt:
-                first = len(self._beginning(whole, messages[:i], True))
-                end = len(self._beginning(whole, messages[: i + 1], False))
+                first = self._end_of(messages[:i], True, raw, whole)
+                end = self._end_of(messages[: i + 1], False, raw, whole)
                 last = max((stop for start, stop in whole.controls if first <= start and stop <= end), default=end)
                 if last > first:
                     yield first, last
 
-    def _beginning(self, whole: Rendered, messages: Sequence[Message], prompts: bool) -> str:
-        text = self._cut(self._render(messages, prompts)).text
+    def _end_of(self, messages: Sequence[Message], prompts: bool, raw: str, whole: Rendered) -> int:
+        """Return where the text of the first messages ends in `whole`, which is `raw` without marks."""
+        text = self._render(messages, prompts)
+        if raw.startswith(text):  # nearly always; what a cut takes out is single characters
+            return len(text) - sum(map(text.count, (BEGIN, END, SEAM)))
+        text = self._cut(text).text
         if not whole.text.startswith(text):
             raise RejectedError(REWRITTEN)
-        return text
+        return len(text)
 
 
 @contextmanager

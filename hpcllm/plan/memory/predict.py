@@ -80,6 +80,11 @@ def predict(config: Config, schedule: Schedule, pp_rank: int, tp_rank: int = 0) 
     return replace(rest, activations=activations)
 
 
+def _shared(config: Config) -> Config:
+    """Return the run with all that states depend on alone, the same for many layouts."""
+    return replace(config, data=DataConfig(), pipeline=PipelineConfig(schedule=config.pipeline.schedule))
+
+
 def _waiting_bytes(points: Sequence[PeakPoint], uses: Sequence[PassUses]) -> int:
     """Return the bytes of host memory for what passes keep until their backward pass, in slabs that each takes."""
     slabs = [SLAB_BYTES * math.ceil(use.forward.net / SLAB_BYTES) for use in uses]
@@ -116,7 +121,7 @@ def _memory(
     """Predict for these pipeline ranks."""
     config = config_of(model, layout, global_batch)
     sizes = replace(chunk_sizes(config, layout.recompute), split=layout.schedule in HALVED)
-    shared = replace(config, data=DataConfig(), pipeline=PipelineConfig(schedule=config.pipeline.schedule))  # all that states depend on
+    shared = _shared(config)
     for kinds, different, points in layout_points(model, layout, config.pipeline.microbatches, ranks, with_messages):
         uses = [pass_uses(sizes, span) for kind in different for span in spans_like([kind])]
         activations = target_bytes(config) + peak(points, uses, sizes.residual)
@@ -147,7 +152,7 @@ def first_rank_bound(model: Model, layout: Layout, global_batch: int) -> float:
     kept, held = min(use.forward.net for use in uses), _held_by_first_rank(layout, config.pipeline.microbatches)
     # a backward pass comes next; the second half of one may leave less room than what goes back with the first
     at_work = held * kept + (0 if layout.schedule in HALVED else min(use.backward.peak for use in uses))
-    shared = replace(config, data=DataConfig(), pipeline=PipelineConfig(schedule=config.pipeline.schedule))
+    shared = _shared(config)
     states = between_passes(shared, spans_like([kind_of(span) for span in mine]))
     return states.on_device + target_bytes(config) + at_work
 
