@@ -170,16 +170,16 @@ class HostActivations:
     def taken(self, saved: _Saved) -> Tensor:
         """Return the tensor, for what the computation is told from now on."""
         assert saved.device is not None
-        if saved.arrived is not None:
-            torch.accelerator.current_stream(self.device).wait_event(saved.arrived)
+        # one that never left is waited for, too: a backward pass may write where its copy is read
+        last = saved.left if saved.arrived is None else saved.arrived
+        torch.accelerator.current_stream(self.device).wait_event(last)
         return saved.device
 
     def drop(self, saved: _Saved) -> None:
         """Give up a tensor's memory on the device, in the order of the computation."""
         if saved.device is None:
             return
-        last = saved.left if saved.arrived is None else saved.arrived
-        torch.accelerator.current_stream(self.device).wait_event(last)
+        self.taken(saved)
         saved.device = None
         if saved in self._leaving:
             self._leaving.remove(saved)
