@@ -43,6 +43,7 @@ from hpcllm.collectives.worker import can_thread, run_in_order
 from hpcllm.config.schema import CheckpointConfig
 from hpcllm.errors import HpcllmError
 from hpcllm.mpi.collective_errors import on_root
+from hpcllm.system.device import recorded
 from hpcllm.system.host_memory import host_memory
 
 log = logging.getLogger(__name__)
@@ -195,8 +196,5 @@ def _device_of(tensors: Mapping[Slab, torch.Tensor]) -> torch.device | None:
 
 def _recorded(tensors: Mapping[Slab, torch.Tensor]) -> torch.Event | None:
     """Return an event at the end of the current stream of the tensors' device; None if they are on the CPU."""
-    if (device := _device_of(tensors)) is None:
-        return None
-    event = torch.Event(device, enable_timing=False)
-    event.record(torch.accelerator.current_stream(device))
-    return event
+    device = _device_of(tensors)
+    return recorded(device) if device else None

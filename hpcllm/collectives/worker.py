@@ -31,6 +31,8 @@ from typing import Any, TypeVar
 import torch
 from mpi4py import MPI
 
+from hpcllm.system.device import recorded
+
 T = TypeVar("T")
 CPU = torch.device("cpu")
 GRADIENTS = "gradients"  # the default lane
@@ -139,7 +141,7 @@ class Crossing:
     _after: torch.Event | None = None
 
     def __post_init__(self) -> None:
-        self._before = _recorded(self.device)
+        self._before = recorded(self.device)
 
     def run(self, job: Callable[[], T]) -> T:
         """Run the job in the lane's thread, on the lane's stream."""
@@ -151,7 +153,7 @@ class Crossing:
             try:
                 return job()
             finally:
-                self._after = _recorded(self.device)
+                self._after = recorded(self.device)
 
     def back(self) -> None:
         """Let the caller's stream go on after the job, which has been waited for."""
@@ -171,9 +173,3 @@ def used_here(result: Any) -> Any:
 def _thread(lane: str) -> ThreadPoolExecutor:
     """The thread of a lane; it starts no second team of OpenMP threads on the cores that the backward pass uses."""
     return ThreadPoolExecutor(1, f"hpcllm {lane}", initializer=lambda: torch.set_num_threads(1))
-
-
-def _recorded(device: torch.device) -> torch.Event:
-    event = torch.Event(device, enable_timing=False)
-    event.record(torch.accelerator.current_stream(device))
-    return event

@@ -302,10 +302,6 @@ class Decoder(nn.Module):
             )
         return in_order(nats, self.tp)
 
-    def loss_sum(self, hidden_BTD: Tensor, targets_BT: Tensor, deferred: DeferredGradients | None = None) -> Tensor:
-        """Sum `nats` over all targets. Collective over tp."""
-        return self.nats(hidden_BTD, targets_BT, deferred).sum()
-
     def _logits(self, hidden_BTD: Tensor, deferred: DeferredGradients | None) -> Tensor:
         """Logits of the tokens in the order in which they are gathered."""
         hidden_BTD = self.unshard_hooks.before_unit(ENDS, hidden_BTD)

@@ -109,6 +109,11 @@ class Share:
                     yield Piece(kind, part.name, part.start, part.end, _part_of(memory, part, self.spec.start))
 
 
+def state_kinds(keeps_master: bool) -> list[str]:
+    """Kinds of state that a share has for each value, float32 each."""
+    return [EXP_AVG, EXP_AVG_SQ, *([MASTER] if keeps_master else [])]
+
+
 def make_share(
     spec: ShardSpec,
     model: ValuesOf,
@@ -124,7 +129,7 @@ def make_share(
     gradients: (owned,) float32, the memory that every update reads. is_matrix: by the name of a parameter. landing,
     homes: (owned,) float32 of each kind of state, where it is updated and where it rests (host_states.py); (): one.
     """
-    start, kinds = spec.start, [EXP_AVG, EXP_AVG_SQ, *([MASTER] if keeps_master else [])]
+    start, kinds = spec.start, state_kinds(keeps_master)
     memory = dict(zip(kinds, landing or [gradients.new_zeros(spec.owned) for _ in kinds], strict=True))
     exp_avg, exp_avg_sq, master = memory[EXP_AVG], memory[EXP_AVG_SQ], memory.get(MASTER)
     matrices, vectors = _DecayGroup(config.weight_decay), _DecayGroup(0.0)

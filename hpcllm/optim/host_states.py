@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hpcllm.system.device import recorded
 from hpcllm.system.host_memory import host_memory
 
 LANDINGS = 3
@@ -85,7 +86,7 @@ class HostStates:
         self._up.wait_stream(now)
         with self._up:
             self._copy(self.landing(number), self.homes[number])
-            landing.emptied = self._recorded(self._up)
+            landing.emptied = recorded(self.device, self._up)
         landing.holds = -1
 
     def settle(self) -> None:
@@ -105,15 +106,10 @@ class HostStates:
             self._down.wait_event(landing.emptied)
         with self._down:
             self._copy(self.homes[number], self.landing(number))
-            landing.filled = self._recorded(self._down)
+            landing.filled = recorded(self.device, self._down)
         landing.holds = number
 
     @staticmethod
     def _copy(states: list[Tensor], to: list[Tensor]) -> None:
         for source, target in zip(states, to, strict=True):
             target.copy_(source, non_blocking=True)
-
-    def _recorded(self, stream: torch.Stream) -> torch.Event:
-        event = torch.Event(self.device, enable_timing=False)
-        event.record(stream)
-        return event

@@ -38,7 +38,7 @@ from hpcllm.model.tensor_parallel import TensorParallel, has_partial_gradient
 from hpcllm.mpi.mesh import Mesh
 from hpcllm.mpi.wait import Waits
 from hpcllm.mpi.watchdog import Watchdog
-from hpcllm.optim.adamw import Share, make_share
+from hpcllm.optim.adamw import Share, make_share, state_kinds
 from hpcllm.optim.buckets import GradientBuckets, Gradients, ShardedGradients
 from hpcllm.optim.flat_buffers import Piece
 from hpcllm.optim.host_states import HostStates
@@ -172,9 +172,8 @@ def make_optimization(
         zeros = partial(_zeros, group=gathering, device=device)
         weights = GatheredWeights(specs, parameters, fill, codec, gathering, worker, zeros)
     keeps_master = weights.is_lossy or next(iter(parameters.values())).dtype != torch.float32
-    offloaded = config.optimizer.offload and device.type != "cpu"
-    sizes, kinds = [spec.owned for spec in specs], 3 if keeps_master else 2
-    host_states = HostStates(sizes, kinds, device) if offloaded else None
+    sizes, kinds = [spec.owned for spec in specs], len(state_kinds(keeps_master))
+    host_states = HostStates(sizes, kinds, device) if config.optimizer.offload else None
     shares = _make_shares(specs, parameters, gradients.shares, weights, keeps_master, host_states, config.optimizer)
     optimizer = Optimizer(shares, weights, mesh.dp.rank, mesh.dp.size, host_states)
     return Optimization(gradients, optimizer, worker, wires, tuple(group for group in (over_tp, gathering) if group))

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from hpcllm.system.device import recorded
 from hpcllm.system.host_memory import ALIGN_BYTES
 
 LEAST_BYTES = 64 << 10  # of a tensor that is sent: at 25 GB/s 3 us, about what the two copies cost the host
@@ -63,20 +64,20 @@ class _Saved:
 class SavedPass:
     """Tensors that one forward pass of a microbatch through a chunk has saved."""
 
-    all: HostActivations
+    host: HostActivations
     entries: list[_Saved] = field(default_factory=list)
     slabs: list[_Slab] = field(default_factory=list)
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
         """Called by autograd for each tensor that it saves."""
-        if not self.all.is_sent(tensor):
+        if not self.host.is_sent(tensor):
             return tensor
         key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version)
-        known = self.all.leaving_as(key)
+        known = self.host.leaving_as(key)
         if known is not None and known in self.entries:
             known.uses += 1
             return known
-        saved = self.all.send(tensor, len(self.entries), self._place(tensor))
+        saved = self.host.send(tensor, len(self.entries), self._place(tensor))
         saved.key = key
         self.entries.append(saved)
         return saved
@@ -87,25 +88,25 @@ class SavedPass:
             return saved
         for entry in reversed(self.entries[max(0, saved.number - AHEAD) : saved.number + 1]):
             if entry.device is None and entry.uses:
-                self.all.fetch(entry)
-        tensor = self.all.taken(saved)
+                self.host.fetch(entry)
+        tensor = self.host.taken(saved)
         saved.uses -= 1
         if not saved.uses:
-            self.all.drop(saved)
+            self.host.drop(saved)
         return tensor
 
     def done(self) -> None:
         """Give the host memory back, once the backward pass is over."""
         for entry in self.entries:
-            self.all.drop(entry)
-        self.all.give_back(self.slabs)
+            self.host.drop(entry)
+        self.host.give_back(self.slabs)
         self.entries, self.slabs = [], []
 
     def _place(self, tensor: Tensor) -> Tensor:
         """Host memory of the tensor's shape, with the order of its dims in memory."""
         size = tensor.numel() * tensor.element_size()
         if not self.slabs or self.slabs[-1].used + size > self.slabs[-1].memory.numel():
-            self.slabs.append(self.all.slab(size))
+            self.slabs.append(self.host.slab(size))
         slab = self.slabs[-1]
         flat = slab.memory[slab.used : slab.used + size].view(tensor.dtype)
         slab.used += -(-size // ALIGN_BYTES) * ALIGN_BYTES
@@ -151,7 +152,7 @@ class HostActivations:
         self._out.wait_stream(torch.accelerator.current_stream(self.device))
         with self._out:
             host.copy_(tensor, non_blocking=True)
-            saved = _Saved(number, host, tensor, self._recorded(self._out))
+            saved = _Saved(number, host, tensor, recorded(self.device, self._out))
         self._leaving.append(saved)
         if len(self._leaving) > WINDOW:
             self.drop(self._leaving[0])
@@ -165,7 +166,7 @@ class HostActivations:
         self._back.wait_stream(torch.accelerator.current_stream(self.device))
         with self._back:
             saved.device.copy_(saved.host, non_blocking=True)
-            saved.arrived = self._recorded(self._back)
+            saved.arrived = recorded(self.device, self._back)
 
     def taken(self, saved: _Saved) -> Tensor:
         """Return the tensor, for what the computation is told from now on."""
@@ -199,10 +200,5 @@ class HostActivations:
     def give_back(self, slabs: Iterable[_Slab]) -> None:
         """Take slabs for the next passes, once what is copied from them has arrived."""
         for slab in slabs:
-            slab.used, slab.read = 0, self._recorded(self._back)
+            slab.used, slab.read = 0, recorded(self.device, self._back)
             self._free.append(slab)
-
-    def _recorded(self, stream: torch.Stream) -> torch.Event:
-        event = torch.Event(self.device, enable_timing=False)
-        event.record(stream)
-        return event

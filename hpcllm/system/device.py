@@ -208,6 +208,15 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def recorded(device: torch.device, stream: torch.Stream | None = None) -> torch.Event:
+    """Return an event at the end of what a stream has been told so far. stream: None for this thread's current one."""
+    import torch
+
+    event = torch.Event(device, enable_timing=False)
+    event.record(stream or torch.accelerator.current_stream(device))
+    return event
+
+
 def memory_module(device: torch.device) -> Any:
     """Return PyTorch's module with a device's memory_allocated, max_memory_allocated, ...; None if there is none."""
     if device.type == "cpu":

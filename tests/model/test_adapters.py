@@ -56,7 +56,7 @@ def adapted(model: ModelConfig, adapter: AdapterConfig, tp: TensorParallel) -> D
 def backward(decoder: Decoder, split: bool) -> float:
     tokens, targets = (random_tokens(decoder.model, 2, 12, seed) for seed in (0, 1))
     later = DeferredGradients() if split else None
-    loss = decoder.loss_sum(decoder.hidden_states(tokens, later), targets, later)
+    loss = decoder.nats(decoder.hidden_states(tokens, later), targets, later).sum()
     (0.25 * loss).backward()
     if later:
         later.add(lambda _: None)

@@ -24,7 +24,7 @@ def loss_and_gradients(compiled: bool) -> list[torch.Tensor]:
         compile_blocks([decoder])
     tokens = torch.randint(MODEL.vocabulary, (2, 11), generator=torch.Generator().manual_seed(0))
     for _ in range(2):  # gradients add up
-        loss = decoder.loss_sum(decoder.hidden_states(tokens[:, :-1]), tokens[:, 1:].contiguous())
+        loss = decoder.nats(decoder.hidden_states(tokens[:, :-1]), tokens[:, 1:].contiguous()).sum()
         loss.backward()
     return [loss.detach(), *(p.grad for p in decoder.parameters())]
 

@@ -48,7 +48,7 @@ def passes(decoder, split=False):
     """(loss, gradient of each parameter) of a forward and a backward pass."""
     deferred = DeferredGradients() if split else None
     tokens = random_tokens(decoder.model, 2, 9)
-    loss = decoder.loss_sum(decoder.hidden_states(tokens[:, :-1], deferred), tokens[:, 1:], deferred)
+    loss = decoder.nats(decoder.hidden_states(tokens[:, :-1], deferred), tokens[:, 1:], deferred).sum()
     loss.backward()
     if deferred is not None:
         deferred.add(lambda _: None)

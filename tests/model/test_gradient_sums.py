@@ -48,7 +48,7 @@ def passes(decoder, microbatches, split):
     for m in range(microbatches):
         later = DeferredGradients() if split else None
         tokens = random_tokens(decoder.model, 2, 9, seed=m)
-        loss = decoder.loss_sum(decoder.hidden_states(tokens[:, :-1], later), tokens[:, 1:], later)
+        loss = decoder.nats(decoder.hidden_states(tokens[:, :-1], later), tokens[:, 1:], later).sum()
         loss.backward()
         if later is not None:
             later.add(lambda _: None)

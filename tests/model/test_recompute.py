@@ -27,7 +27,7 @@ def backward(decoder: Decoder, later: DeferredGradients | None = None) -> torch.
     """The loss, after all gradients were added."""
     tokens, targets = (random_tokens(decoder.model, BATCH, LENGTH, seed) for seed in (0, 1))
     targets[1, :2] = IGNORED
-    loss = decoder.loss_sum(decoder.hidden_states(tokens, later), targets, later)
+    loss = decoder.nats(decoder.hidden_states(tokens, later), targets, later).sum()
     (SCALE * loss).backward()
     if later:
         later.add(lambda _: None)

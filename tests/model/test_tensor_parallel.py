@@ -88,7 +88,7 @@ def backward(decoder: Decoder, split: bool) -> torch.Tensor:
     """The loss, after all gradients were added."""
     tokens, targets = samples(decoder.model)
     later = DeferredGradients() if split else None
-    nats = decoder.loss_sum(decoder.hidden_states(tokens, later), targets, later)
+    nats = decoder.nats(decoder.hidden_states(tokens, later), targets, later).sum()
     (SCALE * nats).backward()
     if later:
         later.add(lambda _: None)
@@ -221,7 +221,7 @@ def test_the_loss_sends_two_numbers_a_token_and_no_logits(comm, monkeypatch, seq
     for decoder.loss_tokens in (0, 5):
         hidden = decoder.hidden_states(tokens)
         sent.clear()
-        decoder.loss_sum(hidden, targets)
+        decoder.nats(hidden, targets).sum()
         states = [hidden.numel()] if sequence else []
         assert [x.numel() for x in sent] == [*states, 2 * BATCH * LENGTH]
 

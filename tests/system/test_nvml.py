@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-
 import pytest
+from c_libraries import compiled
 
 from hpcllm.system.nvml import takes_one_process
 
@@ -27,12 +25,7 @@ int nvmlDeviceGetComputeMode(void *device, unsigned *mode) { *mode = *(unsigned 
 
 @pytest.mark.parametrize("flags", [[], ["-DOLD"]], ids=["driver", "without the call"])
 def test_a_device_in_exclusive_mode_takes_one_process(tmp_path, flags):
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if not compiler:
-        pytest.skip("no C compiler here")
-    source, library = tmp_path / "nvml.c", tmp_path / "libnvidia-ml.so.1"
-    source.write_text(NVML)
-    subprocess.run([compiler, "-shared", "-fPIC", *flags, "-o", str(library), str(source)], check=True)
+    library = compiled(tmp_path / "libnvidia-ml.so.1", NVML, flags)
     modes = {f"0000:{bus}:00.0": takes_one_process(f"0000:{bus}:00.0", str(library)) for bus in ("01", "41", "81")}
     assert modes == {"0000:01:00.0": False, "0000:41:00.0": not flags, "0000:81:00.0": False}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes.util
 import os
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
 import energy_nodes as nodes
 import pytest
+from c_libraries import compiled
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -248,13 +248,7 @@ int nvmlDeviceGetTotalEnergyConsumption(void *device, unsigned long long *mj) {
 @pytest.fixture(params=[0, 1], ids=["counts", "old device"])
 def driver(request, tmp_path):
     """A library with NVML's calls, for want of a driver."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if not compiler:
-        pytest.skip("no C compiler here")
-    source, library = tmp_path / "nvml.c", tmp_path / "libnvidia-ml.so.1"
-    source.write_text(NVML)
-    flags = ["-shared", "-fPIC", f"-DNOT_SUPPORTED={request.param}"]
-    subprocess.run([compiler, *flags, "-o", str(library), str(source)], check=True)
+    library = compiled(tmp_path / "libnvidia-ml.so.1", NVML, [f"-DNOT_SUPPORTED={request.param}"])
     return library, bool(request.param)
 
 
