@@ -60,7 +60,7 @@ def test_packed_documents_give_the_logits_and_gradients_of_each_alone(comm, name
         with torch.no_grad():
             logits = torch.cat(comm.allgather(decoder.logits(hidden)), dim=-1)
         assert (logits - want).abs().max() <= 1e-5 * want.abs().max()
-        (SCALE * decoder.nats(hidden, targets, later)).backward().sum()
+        (SCALE * decoder.nats(hidden, targets, later)).sum().backward()
         if later:
             later.add(lambda _: None)
         check_gradients(comm, decoder, whole_decoder)
