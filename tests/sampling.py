@@ -8,7 +8,7 @@
 
 Every test function keeps at least one case, on several ranks if it has any, but for those that a group of --all or
 `@pytest.mark.full(reason="...")` leaves to `tests/run.sh --all`. Of cases that add equally many values, the one is
-kept whose number of ranks has cost its file the fewest ranks so far: a file meets several numbers, small ones more.
+kept whose number of ranks has cost its file least so far: a file meets several numbers, small ones more.
 A case for every mode of the device runs in one of them, by turns.
 
 The choice depends on nothing but the names and values of the cases of a file: it is the same on all ranks, which would
@@ -34,7 +34,7 @@ GROUPS = {  # serial+1: serial tests and those on one rank
     "all": "serial+1 alone 2 3 4 5 sealed:serial sealed:1 sealed:2 sealed:3 sealed:4 open:2 open:3",
 }
 FAST_CASES = 1
-SHARE_OF_EXAMPLES = {"fast": 10, "sample": 4}  # one in so many of the examples that a law asks hypothesis for
+SHARE_OF_EXAMPLES = {"fast": 10, "sample": 8}  # one in so many of the examples that a law asks hypothesis for
 LEAST_EXAMPLES = 5
 STARTS = {"subprocess.Popen", "os.fork", "os.posix_spawn", "os.system", "os.exec"}  # events of Python's audit
 refusing: list[pytest.Item] = []  # the test that must start no process now
@@ -59,10 +59,14 @@ def refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """In the fast sample, files of tests that start processes are not even imported."""
-    if config.getoption("sample") != "fast" or not is_tests(collection_path):
+    """Files without a test of this group are not even imported; in the fast sample, nor those that start processes."""
+    if not is_tests(collection_path):
         return None
-    return True if starts_processes(collection_path.read_text(encoding="utf-8")) else None
+    text = collection_path.read_text(encoding="utf-8")
+    is_fast = config.getoption("sample") == "fast"
+    return (
+        True if lacks(text, os.environ.get("HPCLLM_TEST_GROUP", "")) or (is_fast and starts_processes(text)) else None
+    )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -96,7 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def sample(items: Sequence[pytest.Item], level: str) -> dict[pytest.Item, str]:
     """Items that `level` keeps, function by function, each with the group in which it runs."""
     groups = groups_at(level)
-    ranks: defaultdict[Path, Counter[int]] = defaultdict(Counter)  # started for cases of a file, by their number
+    ranks: defaultdict[Path, Counter[int]] = defaultdict(Counter)  # what cases of a file have cost, by their number
     turns: defaultdict[Path, Counter[str]] = defaultdict(Counter)  # that a group had of the cases of a file
     kept: dict[pytest.Item, str] = {}
     for cases in functions(items).values():
@@ -200,7 +204,8 @@ def cover(
 ) -> list[int]:
     """Indices of few rows in which each value of each parameter stands; at least one, if there is any.
 
-    sizes: number of ranks of each row; used: how many ranks each size has taken so far, counted on here.
+    sizes: number of ranks of each row; used: what each size has cost so far, counted on here: the square of it for each
+    case, as more ranks take longer, and longer still where they share the cores.
     Greedy: the row with most values that are still missing comes next; of equal ones, one of the size that was used
     least. Rows are asked in an order that mixes them, for in the order of a grid whole columns would always go with the
     same partner.
@@ -211,7 +216,7 @@ def cover(
         best = max(order, key=lambda index: (len(rows[index] & missing), -used[sizes[index]]))
         chosen.append(best)
         missing -= rows[best]
-        used[sizes[best]] += sizes[best]
+        used[sizes[best]] += sizes[best] ** 2
     return sorted(chosen)
 
 
@@ -238,6 +243,12 @@ def ask_for_fewer_examples(item: pytest.Item, share: int) -> None:
 
 def is_tests(path: Path) -> bool:
     return path.name.startswith("test_") and path.suffix == ".py"
+
+
+def lacks(text: str, group: str) -> bool:
+    """True if tests of a file with this text carry no marker that the group asks for."""
+    mode, _, ranks = group.rpartition(":")
+    return (ranks.isdigit() and "parallel" not in text) or (bool(mode) and "pretend" not in text)
 
 
 def starts_processes(text: str) -> bool:

@@ -12,8 +12,11 @@ from hpcllm.config.schema import parse
 
 EVERY = [block for page in PAGES for block in blocks_of(page)]
 TO_RUN = [page for page in PAGES if any(block.runs for block in blocks_of(page))]
-LONG = ("laptop", "huggingface", "resume", "checkpoint", "measure", "planner")
-FULL = pytest.mark.full(reason="many starts of PyTorch or searches; README runs the same commands")
+LONG = (
+    "laptop", "huggingface", "resume", "checkpoint", "measure", "planner", "collectives", "low-rank-adapters",
+    "preferences",
+)  # fmt: skip
+FULL = pytest.mark.full(reason="many starts of PyTorch, searches or training; README runs the same commands")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ def settings():
     )
 
 
+@pytest.mark.full(reason="TRL trains beside it, a tenth of a minute")
 def test_losses_and_rewards_of_50_steps_are_those_of_trl(tmp_path):
     pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
     config = settings()

@@ -64,6 +64,7 @@ def losses_of_trl(folder: Path, rows: list[dict[str, Any]], optimizer: Optimizer
     return [record["loss"] for record in trainer.state.log_history if "loss" in record]
 
 
+@pytest.mark.full(reason="TRL trains beside it, a quarter of a minute")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("template", ["chatml", "llama3"])
 def test_losses_of_50_steps_are_those_of_trl(template, tmp_path):

@@ -50,7 +50,13 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("where", ["MPI_Init", "on_root", "bcast", "Allreduce", "Dup", "MPI_Finalize"])
+LATER = [
+    pytest.param(name, marks=pytest.mark.full(reason="waits for 5 s, more than the others"))
+    for name in ("bcast", "Allreduce", "Dup")
+]
+
+
+@pytest.mark.parametrize("where", ["MPI_Init", "on_root", *LATER, "MPI_Finalize"])
 def test_a_rank_that_stops_at_any_time_ends_the_job_with_its_words(where):
     start = time.monotonic()
     done = run_script(STOPPED, 2, where)
@@ -86,8 +92,14 @@ sys.exit(run_job(command))
 """
 
 
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.full(reason="waits for 7 s, as an allreduce does"))
+    for name in ("reduce_scatter", "allgather", "alltoall", "broadcast")
+]
+
+
 @pytest.mark.parametrize("stopped", [0, 1])
-@pytest.mark.parametrize("operation", ["allreduce", "reduce_scatter", "allgather", "alltoall", "broadcast"])
+@pytest.mark.parametrize("operation", ["allreduce", *OTHERS])
 def test_a_small_call_of_the_library_blocks_and_is_named_all_the_same(operation, stopped):
     """Within the limit of its waits, not WORK times it, by a rank that is in such a call, as those that it asks are."""
     start = time.monotonic()

@@ -128,6 +128,7 @@ log = {{every_steps = 1, trackers = []}}
 limits = {{stall_s = {limit_s}}}
 """
 TRAINING_STALL_S = 5
+BEGINS_TO_TRAIN = pytest.mark.full(reason="four ranks begin to train, a fifth of a minute")
 
 
 def end_of_training(
@@ -155,6 +156,7 @@ def end_of_training(
     return job.returncode, output, time.monotonic() - start, line
 
 
+@BEGINS_TO_TRAIN
 @pytest.mark.alone
 @pytest.mark.parametrize(("pp", "victim"), [(4, 2), (2, 3)], ids=["1 x 4 stages", "2 x 2 stages"])
 def test_a_rank_that_stops_in_training_is_named_within_the_limit(folder, pp, victim):
@@ -166,6 +168,7 @@ def test_a_rank_that_stops_in_training_is_named_within_the_limit(folder, pp, vic
     assert seconds < TRAINING_STALL_S + watchdog.GRACE_S + 2
 
 
+@BEGINS_TO_TRAIN
 @pytest.mark.alone
 def test_a_rank_that_is_killed_in_training_is_named_by_us_or_by_the_launcher(folder):
     """MPICH's launcher is asked to leave the other ranks alone; where it ends them at once, it has to say why."""

@@ -37,6 +37,7 @@ WIRINGS = {
     "llama": {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "kv_heads": 2, "tied": False},
 }
 STEPS = 20
+FEW_STEPS = 8  # for the many layouts
 
 
 @pytest.fixture
@@ -76,13 +77,15 @@ def logged(config: Config, key: str) -> list:
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
-@pytest.mark.parametrize("wiring", WIRINGS)
+@pytest.mark.parametrize(
+    "wiring", [pytest.param("gpt2", marks=pytest.mark.full(reason="all schedules: a quarter of a minute")), "llama"]
+)
 def test_every_layout_trains_the_same_model(comm, store, wiring):
     alone = comm.Split(comm.rank)
     reference = run_config(
         store,
         wiring,
-        run={"name": f"alone {comm.rank}", "folder": str(store.parent / "runs"), "steps": STEPS},
+        run={"name": f"alone {comm.rank}", "folder": str(store.parent / "runs"), "steps": FEW_STEPS},
         model={"layers": 8},  # two chunks on each of four ranks
     )
     want = train(reference, alone)
@@ -91,7 +94,7 @@ def test_every_layout_trains_the_same_model(comm, store, wiring):
             config = run_config(
                 store,
                 wiring,
-                run={"name": f"{dp} {pp} {schedule}", "folder": str(store.parent / "runs"), "steps": STEPS},
+                run={"name": f"{dp} {pp} {schedule}", "folder": str(store.parent / "runs"), "steps": FEW_STEPS},
                 mesh={"dp": dp, "pp": pp},
                 model={"layers": 8},
                 pipeline={"schedule": schedule, "microbatches": 12 // dp // 2},
@@ -102,7 +105,7 @@ def test_every_layout_trains_the_same_model(comm, store, wiring):
             assert logged(config, "samples") == logged(reference, "samples")
             assert got.validation.samples == want.validation.samples
             np.testing.assert_allclose(got.validation.bits_per_byte, want.validation.bits_per_byte, rtol=1e-5)
-    assert logged(reference, "loss")[-1] < 0.9 * logged(reference, "loss")[0]  # there was something to agree on
+    assert logged(reference, "loss")[-1] < 0.95 * logged(reference, "loss")[0]  # there was something to agree on
     alone.Free()
 
 

@@ -217,6 +217,7 @@ def test_a_codec_without_kernels_is_rejected_before_any_work(comm, traffic):
         pass
 
 
+@pytest.mark.full(reason="three commands that start PyTorch, a sixth of a minute")
 def test_a_run_from_the_command_line_says_what_it_computes_on(tmp_path):
     store = small_runs.store()
     (tmp_path / "a run.toml").write_text(

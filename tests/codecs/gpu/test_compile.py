@@ -86,13 +86,13 @@ def answers(script, arguments, jobs):
     return json.loads(done.stdout)
 
 
-MORE = [
-    pytest.param(target, marks=pytest.mark.full(reason="compiles for 10 s, as for sm_90"))
-    for target in ("sm_75", "sm_100", "compute_80")
+TARGETS = [
+    pytest.param(target, marks=pytest.mark.full(reason="compiles all kernels, a fifth of a minute"))
+    for target in ("sm_75", "sm_90", "sm_100", "compute_80")
 ]
 
 
-@pytest.mark.parametrize("target", ["sm_90", *MORE])
+@pytest.mark.parametrize("target", TARGETS)
 def test_cupy_and_nvrtc_make_whole_machine_code_without_spills_that_takes_what_is_handed_over(target):
     if why_not():
         pytest.skip(why_not())
@@ -113,6 +113,7 @@ def test_cupy_and_nvrtc_make_whole_machine_code_without_spills_that_takes_what_i
             assert takes["stack_bytes"] <= MOST_STACK_BYTES, (program, kernel, takes)
 
 
+@pytest.mark.full(reason="compiles for a fifth of a minute")
 def test_hiprtc_takes_it():
     if library("hiprtc") is None:
         pytest.skip("hiprtc is not installed: tests/codecs/gpu/install.sh")

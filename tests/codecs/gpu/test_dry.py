@@ -55,7 +55,11 @@ def dry(text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("file", "names"),
     [
-        ("test_gpu_codecs.py", "only_hand_over or wait_once or (any_values and float32 and (int8 or exp))"),
+        pytest.param(
+            "test_gpu_codecs.py",
+            "only_hand_over or wait_once or (any_values and float32 and (int8 or exp))",
+            marks=pytest.mark.full(reason="emulates kernels for half a minute"),
+        ),
         ("test_gpu_training.py", "fp32_is_fp32 or initial_weights"),
     ],
 )
@@ -66,6 +70,7 @@ def test_tests_for_gpus_run_on_the_pretended_device(file, names):
     assert " skipped" not in done.stdout
 
 
+@pytest.mark.full(reason="emulates kernels for a sixth of a minute")
 def test_the_report_is_written(tmp_path):
     done = dry(CODECS, str(tmp_path))
     assert done.returncode == 0, done.stderr[-2000:]

@@ -114,6 +114,7 @@ print("defined")
 """
 
 
+@pytest.mark.full(reason="compiles all kernels anew with a sanitizer, a fifth of a minute")
 def test_kernels_do_nothing_that_c_leaves_undefined():
     """Shifts by too much, misaligned words, indices beyond arrays: whole groups, ragged ends, values at odd places."""
     done = subprocess.run([sys.executable, "-c", UNDEFINED], cwd=TESTS, capture_output=True, text=True, timeout=110)
@@ -214,6 +215,7 @@ print("same")
 """
 
 
+@pytest.mark.full(reason="emulates most codecs, a fifth of a minute; so do the tests on the pretended device")
 def test_codecs_of_a_device_work_where_the_cpu_may_not_touch_their_memory():
     import pretend
 
