@@ -48,6 +48,7 @@ class Group:
     wire_gb_s: float | None = None  # each way of a node to others, on all ranks as rank 0's says; None: not known
     wire: Wire = field(default_factory=Wire)
     plans: dict[Any, Any] = field(default_factory=dict)  # plans of auto.py
+    ready_calls: dict[Any, Any] = field(default_factory=dict)  # of library_calls.py, as those plans say
     tuning: Tuning | None = None  # measured rates that auto.py decides by; None: its rules
     shared_arrays: int = 0  # made by shared_zeros over it and not yet freed: as many on every rank
     at_free: list[Callable[[], None]] = field(default_factory=list)  # called in reverse order: windows and the like
@@ -88,9 +89,14 @@ class Group:
     def use_tuning(self, tuning: Tuning | None) -> None:
         """Let `auto` decide by these rates from now on, None: by rule. The same on all ranks."""
         self.tuning = tuning
-        self.plans.clear()
+        self.choose_anew()
         for group in self._backgrounds.values():
             group.use_tuning(tuning)
+
+    def choose_anew(self) -> None:
+        """Let `auto` choose again from the next calls on. The same on all ranks."""
+        self.plans.clear()
+        self.ready_calls.clear()
 
     def check(self) -> None:
         """Raise CollectiveError if an earlier collective failed here: the next would take its messages for its own."""

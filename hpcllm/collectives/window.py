@@ -97,7 +97,7 @@ def _count(group: Group, change: int) -> None:
     """Note an array more or less; `auto` chooses anew where there is one at last, or none any more."""
     had, group.shared_arrays = group.shared_arrays > 0, group.shared_arrays + change
     if had != (group.shared_arrays > 0):
-        group.plans.clear()
+        group.choose_anew()
 
 
 def allocate_window(size_bytes: int, group: Group) -> Window:

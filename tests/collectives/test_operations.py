@@ -71,6 +71,31 @@ def test_ranks_may_bring_different_kinds_of_arrays_again_and_again(comm, kinds, 
     group.free()
 
 
+@pytest.mark.parallel([1, 2, 3])
+def test_tensors_that_stay_that_move_and_others_at_their_place(comm):
+    """The short way knows tensors by where they lie: others there, of another length or type, are told apart."""
+    group, ranks = make_group(comm), range(comm.size)
+    memory, landing = torch.zeros(64), torch.zeros(64)
+    for start, length in [(0, 4), (0, 4), (0, 4), (7, 4), (0, 5), (0, 4), (7, 4), (0, 5)]:
+        n = length * comm.size
+        x, out = memory[start : start + n], landing[start : start + n]
+        every = [torch.arange(n, dtype=torch.float32) + 100 * rank for rank in ranks]
+        own = slice(comm.rank * length, comm.rank * length + length)
+        for dtype in (torch.float32, torch.int32):  # moved, never added up
+            x.view(dtype).copy_(every[comm.rank])
+            found = alltoall(x.view(dtype), group, out=out.view(dtype))
+            assert torch.equal(found, torch.cat([each[own] for each in every]).to(dtype))
+        x.copy_(every[comm.rank])
+        assert torch.equal(reduce_scatter(x, group, out=out[:length]), sum(every)[own])
+        assert torch.equal(allgather(x[:length], group, out=out), torch.cat([each[:length] for each in every]))
+        with pytest.raises(ValueError, match="shares memory with x"):
+            alltoall(x, group, out=memory[start + 1 : start + 1 + n])
+        assert torch.equal(allreduce(x, group), sum(every))
+    group.choose_anew()
+    assert not group.ready_calls
+    group.free()
+
+
 @pytest.mark.parallel([2])
 def test_waits_with_a_limit_have_it_the_second_time_too(comm):
     """The short way to the library is for waits without one: its blocking call would wait for ever."""
