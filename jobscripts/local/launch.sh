@@ -80,10 +80,43 @@ hpcllm_family() { # of the mpirun on PATH: openmpi or mpich, whose kin (Intel, C
     esac
 }
 
+hpcllm_stopped_ranks() { # PID OTHER: ranks of this mpirun that are stopped; nothing while one runs. OTHER: no manager
+    local manager rank ranks=""
+    # shellcheck disable=SC2013 # words, of one line
+    for manager in $(cat /proc/"$1"/task/*/children); do
+        if [ "$manager" = "$2" ]; then continue; fi
+        for rank in $(cat /proc/"$manager"/task/*/children); do
+            case $(grep '^State:' /proc/"$rank"/status) in
+                *"T (stopped)") ranks="$ranks $rank" ;;
+                *"Z (zombie)" | "") ;;
+                *) return ;;
+            esac
+        done
+    done
+    echo "$ranks"
+}
+
+# PID RANKS: kill ranks of mpirun PID that stay stopped when the others have ended. Who was stopped after it had left MPI
+# is missed by no other rank, and mpirun waits for it for ever.
+hpcllm_end_stopped() {
+    local pid=$1 all=$2 self=$BASHPID before="" ranks
+    while sleep "${HPCLLM_STOPPED_S:-5}" && kill -0 "$pid"; do
+        ranks=$(hpcllm_stopped_ranks "$pid" "$self" || :)
+        # shellcheck disable=SC2086 # a word for each rank
+        if [ -n "$ranks" ] && [ "$ranks" = "$before" ] && [ "$(echo $ranks | wc -w)" -lt "$all" ]; then
+            echo "hpcllm: all other ranks have ended, and these processes are stopped, by a debugger or SIGSTOP; killed:$ranks" \
+                >>/proc/"$pid"/fd/2 || :
+            kill -KILL $ranks || :
+        fi
+        before=$ranks
+    done
+}
+
 hpcllm_mpich() {
     hpcllm_room "$1" 2
     # All ranks are on this machine, so nobody needs to listen outside the loopback (no firewall in the way).
     if [ -d /sys/class/net/lo ]; then export UCX_NET_DEVICES=${UCX_NET_DEVICES:-lo}; fi
+    hpcllm_end_stopped $$ "$1" </dev/null >/dev/null 2>&1 & # holds nobody's pipe open
     exec mpirun -n "$@"
 }
 

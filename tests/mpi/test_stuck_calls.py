@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -67,6 +70,53 @@ def test_a_rank_that_stops_at_any_time_ends_the_job_with_its_words(where):
         said = r"rank 1 \(.*\) has not answered"
     assert re.search(said, done.stderr), done.stderr
     assert time.monotonic() - start < 20
+
+
+LEFT = """
+import os, signal, sys
+from mpi4py import MPI
+rank = MPI.COMM_WORLD.rank
+MPI.Finalize()
+if rank in map(int, sys.argv[1:]):
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.skipif(
+    MPI.get_vendor()[0] != "MPICH", reason="Open MPI's mpirun ends by itself, or is ended, after an abort"
+)
+def test_a_rank_that_is_stopped_after_it_has_left_mpi_does_not_keep_mpirun(tmp_path):
+    assert left_with(tmp_path / "said", "1", "2") not in (0, None)
+    found = re.search(r"all other ranks have ended.* killed:((?: \d+)+)", (tmp_path / "said").read_text())
+    assert found, (tmp_path / "said").read_text()
+    assert len(found[1].split()) == 2
+    assert left_with(tmp_path / "nothing", "0", "1", "2") is None  # who stops all of them may let them go on
+
+
+def left_with(said: Path, *stopped: str) -> int | None:
+    """Exit code of a job whose ranks leave MPI, after which some stop; None: it stays, and goes on when they do."""
+    command = ["bash", "jobscripts/local/mpirun.sh", "3", sys.executable, "-c", LEFT, *stopped]
+    with open(said, "a") as file:
+        job = subprocess.Popen(
+            command, env=environment() | {"HPCLLM_STOPPED_S": "1"}, cwd=ROOT, stdout=file, stderr=file
+        )
+    try:
+        return job.wait(12)
+    except subprocess.TimeoutExpired:
+        for rank in stopped_below(job.pid):
+            os.kill(rank, signal.SIGCONT)
+        assert job.wait(10) == 0
+        return None
+    finally:
+        for rank in stopped_below(job.pid):
+            os.kill(rank, signal.SIGKILL)
+
+
+def stopped_below(pid: int) -> list[int]:
+    """Processes that this one has started, or those have, which are stopped."""
+    children = [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
+    below = [rank for child in children for rank in stopped_below(child)]
+    return below + [child for child in children if "T (stopped)" in Path(f"/proc/{child}/status").read_text()]
 
 
 SMALL_CALLS = """
