@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from hpcllm.mpi.mesh import Mesh
 
-KEYS = ("prompt", "chat", "tokens", "temperature", "top_k", "seed", "precision", "device")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
@@ -83,10 +81,15 @@ def _generate(arguments: argparse.Namespace, mesh: Mesh | None) -> None:
     from hpcllm.system.quick_imports import quick_imports
 
     with quick_imports():
-        from hpcllm.inference.generate import continue_prompt
+        from hpcllm.inference.complete import BatchSettings
+        from hpcllm.inference.generate import Place, TextSettings, continue_prompt
+        from hpcllm.model.sampling import Sampling
 
     start_s = time.perf_counter()
-    pieces = continue_prompt(arguments.checkpoint, mesh=mesh, **{key: getattr(arguments, key) for key in KEYS})
+    sampling, batch = Sampling(arguments.temperature, arguments.top_k), BatchSettings(arguments.tokens)
+    settings = TextSettings(sampling, batch, arguments.seed, chat=arguments.chat)
+    place = Place(arguments.precision, arguments.device, mesh)
+    pieces = continue_prompt(arguments.checkpoint, arguments.prompt, settings, place)
     loaded_s = time.perf_counter()
     prints = mesh is None or mesh.world.rank == 0
     report: dict[str, Any] = {}
