@@ -21,13 +21,14 @@ from hpcllm.inference.cached_model import CachedModel, block_bytes
 from hpcllm.model.paged_cache import BLOCK_TOKENS, BlockPool, blocks_for
 from hpcllm.model.sampling import Sampling, check_prompt
 from hpcllm.model.transformer import Decoder
-from hpcllm.system.hardware.node import find_free_memory
+from hpcllm.system.hardware.node import find_free_memory, memory_limit
 
 if TYPE_CHECKING:
     from hpcllm.mpi.mesh import Mesh
 
 ROUND_PASSES = 64  # of a batch between two exchanges of finished texts over dp
 FREE_SHARE = 0.5  # of the memory that is free, for the cache of all ranks of a node, where nothing else is asked for
+UNKNOWN_BYTES = 1 << 60
 IsOver = Callable[[Text], bool]
 
 
@@ -116,7 +117,7 @@ def _blocks(decoder: Decoder, longest: int, texts: int, settings: BatchSettings,
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return find_free_memory().available_bytes
+    return min(find_free_memory().available_bytes or UNKNOWN_BYTES, memory_limit())  # 0: the system does not tell
 
 
 def _finished(batch: Batch) -> Iterator[Text]:
