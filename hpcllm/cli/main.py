@@ -26,6 +26,8 @@ COMMANDS = {
     "memory": "what each rank of a run will hold, before the job is queued",
     "layout": "which rank goes where, what crosses nodes, and a better order",
     "generate": "continue a prompt with a trained model",
+    "evaluate": "measure a model: held-out loss, multiple choice, fixed answers, made problems",
+    "problems": "write made problems with their answers to train on",
     "checkpoint": "inspect, verify, diff, convert, compress or decompress checkpoints",
     "report": "one page of pictures and numbers of a run, or of several",
     "schedule": "prove, time and draw a pipeline schedule before the job is queued",

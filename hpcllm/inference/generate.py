@@ -88,7 +88,7 @@ def continue_prompt(
     comm = mesh.world if mesh else None
     path, is_folder = on_root(comm, lambda: which(path))
     text, ids, stops = on_root(comm, lambda: _prompt(path, prompt, chat))
-    decoder = _load(path, is_folder, torch_dtype(precision), place, mesh)
+    decoder = load_model(path, is_folder, torch_dtype(precision), place, mesh)
     tokenizer, model = Encoder(text), decoder.model
     vocabulary = min(tokenizer.vocabulary, model.vocabulary)
     check_prompt(ids, vocabulary)
@@ -144,8 +144,12 @@ def _as_text(tokens: Iterator[int], tokenizer: Encoder) -> Iterator[str]:
     yield whole.decode(b"", final=True)
 
 
-def _load(path: Path, is_folder: bool, dtype: torch.dtype, device: torch.device, mesh: Mesh | None) -> Decoder:
-    """Load this rank's part of a model. Collective over the mesh."""
+def load_model(path: Path, is_folder: bool, dtype: torch.dtype, device: torch.device, mesh: Mesh | None) -> Decoder:
+    """Load this rank's part of a checkpoint, of adapters with their base, or of a Hugging Face folder.
+
+    path, is_folder: as folder.which returns them. mesh: each of its replicas gets the model; None: one process has all
+    of it. Collective over the mesh. Raises UserError, CheckpointError.
+    """
     comm = mesh.world if mesh else None
     if is_folder:
         with Folder.open(path, comm) as folder:
@@ -198,8 +202,8 @@ def _part(model: ModelConfig, mesh: Mesh) -> tuple[StageSpan, TensorParallel]:
     from hpcllm.pipeline.actions import Placement
     from hpcllm.plan.resolve import check_layout, check_vocabulary, layer_spans
 
-    sizes = MeshConfig(dp=1, pp=mesh.pp.size, tp=mesh.tp.size)
-    config = Config(model=model, mesh=sizes, data=DataConfig(global_batch=1))
+    sizes = MeshConfig(dp=mesh.dp.size, pp=mesh.pp.size, tp=mesh.tp.size)
+    config = Config(model=model, mesh=sizes, data=DataConfig(global_batch=mesh.dp.size))
     check_vocabulary(check_layout(config, mesh.world.size))
     spans = layer_spans(config, Placement(sizes.pp))
     return spans[mesh.pp.rank], tensor_parallel(group_of(mesh.tp))

@@ -14,12 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcllm.codecs.casts import Raw
-from hpcllm.collectives import allgather, broadcast, group_of
-from hpcllm.collectives.wire import Wire
+from hpcllm.collectives import allgather, broadcast
+from hpcllm.inference.stages import StageMessages
 from hpcllm.model.sampling import CachedDecoder, TokenSampler
 from hpcllm.mpi.mesh import Mesh
-from hpcllm.mpi.wait import job_waits
 
 
 class DistributedGeneration:
@@ -27,10 +25,7 @@ class DistributedGeneration:
 
     def __init__(self, mesh: Mesh, reader: CachedDecoder, sampler: TokenSampler) -> None:
         self.mesh, self.reader, self.sampler = mesh, reader, sampler
-        self.waits = job_waits.waits()
-        self.wire = Wire(self.waits)
-        for comm in (mesh.world, mesh.tp):
-            group_of(comm).wire.waits = self.waits
+        self.messages = StageMessages(mesh, next(reader.decoder.parameters()))
         self.first, self.last = mesh.pp.rank == 0, mesh.pp.rank == mesh.pp.size - 1
         self.drawer = mesh.world.allreduce(mesh.world.rank if self.last and mesh.tp.rank == 0 else 0)
 
@@ -43,7 +38,9 @@ class DistributedGeneration:
 
         Raises StallError.
         """
-        x = torch.tensor(tokens, device=self.device) if self.first else self._receive(len(tokens))
+        before, after = self.mesh.pp.rank - 1, self.mesh.pp.rank + 1
+        shape = (len(tokens), self.reader.decoder.model.hidden)
+        x = torch.tensor(tokens, device=self.device) if self.first else self.messages.receive(before, shape)
         answer = self.reader.read(x, afresh)
         token = np.zeros(1, dtype=np.int64)
         if self.last:
@@ -51,31 +48,9 @@ class DistributedGeneration:
             if self.mesh.world.rank == self.drawer:
                 token[0] = self.sampler.token(logits)
         else:
-            self._send(answer)
+            self.messages.send(after, answer)
         broadcast(token, self.mesh.world, self.drawer)
         return int(token[0])
-
-    def _receive(self, count: int) -> Tensor:
-        """Receive (count, hidden) from the stage before."""
-        decoder, peer = self.reader.decoder, self.mesh.pp.rank - 1
-        hidden = next(decoder.parameters()).detach().new_empty(count, decoder.model.hidden)
-        raw = self.wire.turn_to(self.device).staged(Raw(hidden.dtype))
-        landing = self.wire.landing("stage before", hidden.view(-1), raw)
-        self.waits.all(
-            self.wire.receive(self.mesh.pp, landing, peer, 0),
-            lambda: f"{count} tokens from stage {peer} (rank {self.mesh.world_rank(peer)})",
-        )
-        raw.decode(landing, hidden.view(-1))
-        return hidden
-
-    def _send(self, hidden: Tensor) -> None:
-        peer, hidden = self.mesh.pp.rank + 1, hidden.contiguous()
-        raw = self.wire.turn_to(self.device).staged(Raw(hidden.dtype))
-        data = raw.encode(hidden.view(-1), self.wire.memory.scratch("stage after", hidden.nbytes))
-        self.waits.all(
-            self.wire.send(self.mesh.pp, data, peer, 0, hidden.nbytes),
-            lambda: f"stage {peer} (rank {self.mesh.world_rank(peer)}) to take {len(hidden)} tokens",
-        )
 
     def _gather_logits(self, logits: Tensor) -> Tensor:
         """Gather (vocabulary,) logits from their parts on the ranks of tp."""
