@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcllm.cli.options import count, file_or_folder, whole
+from hpcllm.config.rules import MOST_TASKS
 from hpcllm.errors import ConfigError, MeshError
 from hpcllm.system.command_line import add_stall_limit
 from hpcllm.system.job import launched_ranks, run_job
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from hpcllm.evaluation.scoring import Advance
     from hpcllm.evaluation.tasks import Result
     from hpcllm.mpi.mesh import Mesh
-
-MOST_TASKS = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +85,8 @@ def _evaluate(arguments: argparse.Namespace, mesh: Mesh | None) -> int:
     from hpcllm.system.quick_imports import quick_imports
 
     with quick_imports():
-        from hpcllm.evaluation.evaluate import Options, evaluate
+        from hpcllm.evaluation.evaluate import evaluate
+        from hpcllm.evaluation.measuring import Options
         from hpcllm.evaluation.tasks import parse_task
 
     if len(arguments.tasks) > MOST_TASKS:

@@ -35,6 +35,7 @@ from hpcllm.pipeline.actions import Placement
 if TYPE_CHECKING:
     from hpcllm.inference.stages import StageMessages
     from hpcllm.mpi.mesh import Mesh
+    from hpcllm.mpi.wait import Waits
 
 LOGITS_AT_ONCE = 1 << 24  # values over the whole vocabulary: 64 MiB in float32
 Advance = Callable[[int], None]  # called with the number of batches that are done
@@ -48,16 +49,23 @@ class Score(NamedTuple):
 
 
 class Scorer:
-    """A model that scores, or this rank's stages of it. All calls are collective over the mesh."""
+    """A model that scores, or this rank's chunks of it. All calls are collective over the mesh.
+
+    mesh: None for a process alone. placement: of the chunks; None: one a rank. waits: of a run; None: of the job.
+    """
 
     def __init__(
-        self, decoders: Sequence[Decoder], mesh: Mesh | None = None, placement: Placement | None = None
+        self,
+        decoders: Sequence[Decoder],
+        mesh: Mesh | None = None,
+        placement: Placement | None = None,
+        waits: Waits | None = None,
     ) -> None:
-        """decoders: of the chunks of this rank. mesh: None for a process alone. placement: one chunk a rank if None."""
         self.decoders, self.mesh = decoders, mesh
         self.model, self.device = decoders[0].model, decoders[0].device
         self.placement = placement or Placement(mesh.pp.size if mesh else 1)
         self.rank = mesh.pp.rank if mesh else 0
+        self.waits = waits
         self._messages: StageMessages | None = None
 
     def scores(self, batches: Sequence[Batch], requests: int, advance: Advance = lambda _: None) -> list[Score]:
@@ -94,7 +102,7 @@ class Scorer:
         if self.mesh:
             from hpcllm.mpi.wait import WORK, job_waits
 
-            control = job_waits.waits(WORK)
+            control = self.waits or job_waits.waits(WORK)
             control.allreduce(self.mesh.world, found, lambda: "the scores of all ranks")
         if not np.isfinite(found).all():
             raise NonFiniteError(
@@ -157,7 +165,7 @@ class Scorer:
             from hpcllm.inference.stages import StageMessages  # starts MPI
 
             assert self.mesh is not None
-            self._messages = StageMessages(self.mesh, next(self.decoders[0].parameters()))
+            self._messages = StageMessages(self.mesh, next(self.decoders[0].parameters()), self.waits)
         return self._messages
 
     @contextmanager
