@@ -15,12 +15,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcllm.cli.options import count, file_or_folder, whole
+from hpcllm.cli.options import count, count_to, file_or_folder, whole
 from hpcllm.config.rules import MOST_TASKS
 from hpcllm.errors import ConfigError, MeshError
+from hpcllm.plotting import picture_path
 from hpcllm.system.command_line import add_stall_limit
 from hpcllm.system.job import launched_ranks, run_job
-from hpcllm.system.output import add_output, show
+from hpcllm.system.output import add_output, check_writable, show
 from hpcllm.system.text import printable_path, table
 
 if TYPE_CHECKING:
@@ -45,9 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--task", action="append", required=True, metavar="TASK", dest="tasks", help=words)
     add("--limit", type=count, metavar="N", help="at most so many examples of a file, rows of a store (default: all)")
-    add("--problems", type=count, default=200, metavar="N", help="so many of each task that is made (default: 200)")
+    add(
+        "--problems",
+        type=count_to(1_000_000),
+        default=200,
+        metavar="N",
+        help="so many of each task that is made (default: 200)",
+    )
     add("--seed", type=whole(0, (1 << 63) - 1), default=0, help="of made problems (default: 0)")
     add("--all-checkpoints", action="store_true", help="of a run folder, each checkpoint")
+    words = "with --all-checkpoints, draw the figures over the steps: .svg or .png"
+    add("--plot", type=picture_path, metavar="FILE", help=words)
     add("--tp", type=count, default=1, metavar="N", help="ranks that share each layer (default: 1)")
     add("--pp", type=count, default=1, metavar="N", help="stages of layers (default: 1)")
     words = "what to compute in (default: fp32)"
@@ -89,6 +98,9 @@ def _evaluate(arguments: argparse.Namespace, mesh: Mesh | None) -> int:
         from hpcllm.evaluation.measuring import Options
         from hpcllm.evaluation.tasks import parse_task
 
+    if arguments.plot and not arguments.all_checkpoints:
+        raise ConfigError("--plot draws figures over steps: give --all-checkpoints as well")
+    check_writable(arguments.plot)
     if len(arguments.tasks) > MOST_TASKS:
         raise ConfigError(f"{len(arguments.tasks)} tasks; valid: up to {MOST_TASKS} in one call")
     tasks = [parse_task(text) for text in dict.fromkeys(arguments.tasks)]
@@ -102,6 +114,10 @@ def _evaluate(arguments: argparse.Namespace, mesh: Mesh | None) -> int:
         results = evaluate(path, tasks, options, mesh, _Bars(prints))
         reports.append(_report(path, results, mesh, time.perf_counter() - start_s))
     if prints:
+        if arguments.plot:
+            from hpcllm.evaluation.picture import draw
+
+            draw(reports, arguments.plot)
         lines = _lines(reports[0]["tasks"]) if len(reports) == 1 else _comparison(reports)
         show(arguments, reports if arguments.all_checkpoints else reports[0], lines)
     return 0
@@ -115,9 +131,11 @@ def _paths(arguments: argparse.Namespace) -> list[Path]:
 
 
 def _report(path: Path, results: Sequence[Result], mesh: Mesh | None, time_s: float) -> dict[str, Any]:
+    from hpcllm.checkpoint.folder import step_of
+
     shape = mesh.shape if mesh else {"dp": 1, "pp": 1, "tp": 1}
-    tasks = [result.as_dict() for result in results]
-    return {"checkpoint": printable_path(str(path)), "tasks": tasks, "mesh": shape, "time_s": time_s}
+    model = {"checkpoint": printable_path(str(path)), "step": step_of(path)}
+    return model | {"tasks": [result.as_dict() for result in results], "mesh": shape, "time_s": time_s}
 
 
 def _lines(tasks: Sequence[dict[str, Any]]) -> list[str]:

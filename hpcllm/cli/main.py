@@ -28,6 +28,7 @@ COMMANDS = {
     "generate": "continue a prompt with a trained model",
     "evaluate": "measure a model: held-out loss, multiple choice, fixed answers, made problems",
     "problems": "write made problems with their answers to train on",
+    "judge": "run completions of code against their tests, in a sandbox",
     "checkpoint": "inspect, verify, diff, convert, compress or decompress checkpoints",
     "report": "one page of pictures and numbers of a run, or of several",
     "schedule": "prove, time and draw a pipeline schedule before the job is queued",

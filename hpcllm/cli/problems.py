@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hpcllm.cli.options import count, file_or_folder, whole
+from hpcllm.cli.options import count_to, file_or_folder, whole
 from hpcllm.evaluation.problems import FAMILIES, PARTS, lines_of, problems
 from hpcllm.system.output import STANDARD_OUTPUT, check_writable, write_whole
 from hpcllm.system.text import printable_path
@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("family", choices=tuple(FAMILIES), metavar="FAMILY", help=", ".join(FAMILIES))
     add("--size", type=whole(1, 10**6), metavar="N", help="letters, digits or facts of each (default: as evaluate)")
-    add("--count", type=count, default=10_000, metavar="N", help="so many, no two alike (default: 10000)")
+    add(
+        "--count", type=count_to(10_000_000), default=10_000, metavar="N", help="so many, no two alike (default: 10000)"
+    )
     add("--seed", type=whole(0, (1 << 63) - 1), default=0, help="of the draws (default: 0)")
     add("--part", choices=PARTS, default="train", help="which problems (default: train)")
     words = "the text to write (default: standard output)"

@@ -64,7 +64,7 @@ def read_examples(path: Path, name: str) -> list[Example]:
     Raises DataError, naming file, line or row and what would be valid, for the first row that makes no example, and for
     a file without any.
     """
-    unit = Unit(str(path), 0, _size(path))
+    unit = Unit(str(path), 0, size_of(path))
     if unit.kind not in (*LINES, *ROWS):
         raise DataError(f"{str(path)!r} holds no rows; valid: {' '.join((*LINES, *ROWS))}, also with .gz .zst .bz2 .xz")
     found: list[Example] = []
@@ -81,7 +81,7 @@ def _rows(unit: Unit, name: str) -> Iterator[Example]:
     for each in read_documents(unit, ExampleRows(FORMATS[name])):
         if isinstance(each, Problem):
             hint = f"; valid as {name}: {', '.join(FORMATS[name].columns)}"
-            raise DataError(f"{_place(unit, each.origin)}: {each.reason}{hint}")
+            raise DataError(f"{place_of(unit, each.origin)}: {each.reason}{hint}")
         assert isinstance(each, ExampleDocument)
         yield each.example
 
@@ -102,14 +102,15 @@ def _tables_of_mmlu(path: Path) -> Iterator[Example]:
             raise DataError(f"{path} row {number}: {error}") from error
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
+    """Return the bytes of a file that a user names. Raises DataError."""
     try:
         return os.stat(path).st_size
     except OSError as error:
-        raise DataError(f"the file of a task {str(path)!r} cannot be read: {error.strerror}") from error
+        raise DataError(f"the file {str(path)!r} cannot be read: {error.strerror}") from error
 
 
-def _place(unit: Unit, origin: str) -> str:
+def place_of(unit: Unit, origin: str) -> str:
     """Return the origin of a row with the number of its line in place of its first byte."""
     path, colon, place = origin.rpartition(":")
     start, _, more = place.partition(" ")

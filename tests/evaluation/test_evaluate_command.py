@@ -97,7 +97,13 @@ def test_each_checkpoint_of_a_run_has_a_line(tmp_path, capfd):
     lines = capfd.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["checkpoint", "step_00000003", "step_00000020"]
     assert main([*words, "--json"]) == 0
-    assert len(json.loads(capfd.readouterr().out)) == 2
+    assert [report["step"] for report in json.loads(capfd.readouterr().out)] == [3, 20]
+    picture = tmp_path / "a picture.svg"
+    assert main([*words, "--plot", str(picture)]) == 0
+    text = picture.read_text()
+    assert "copy:2" in text
+    assert "share that is right" in text
+    assert main([*words[:-1], "--plot", str(picture)]) == 2
 
 
 MISTAKES = {
