@@ -18,17 +18,20 @@ from hpcllm.codecs.casts import Raw
 from hpcllm.collectives import group_of
 from hpcllm.collectives.wire import Wire
 from hpcllm.mpi.mesh import Mesh
-from hpcllm.mpi.wait import job_waits
+from hpcllm.mpi.wait import Waits, job_waits
 
 
 class StageMessages:
-    """This rank's messages of hidden states; `like`: a tensor of their type and device."""
+    """This rank's messages of hidden states; `like`: a tensor of their type and device.
 
-    def __init__(self, mesh: Mesh, like: Tensor) -> None:
+    waits: of a run, whose collectives have theirs; None: those of the job, which the mesh's collectives get, too.
+    """
+
+    def __init__(self, mesh: Mesh, like: Tensor, waits: Waits | None = None) -> None:
         self.mesh, self.like = mesh, like.detach()
-        self.waits = job_waits.waits()
+        self.waits = waits or job_waits.waits()
         self.wire = Wire(self.waits)
-        for comm in (mesh.world, mesh.tp):
+        for comm in () if waits else (mesh.world, mesh.tp):
             group_of(comm).wire.waits = self.waits
 
     @property

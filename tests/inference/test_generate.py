@@ -11,53 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mpi4py import MPI
+from small_models import ENCODER, TOKENIZER, checkpoint_of
 
 from hpcllm.checkpoint.archive import compress
 from hpcllm.checkpoint.reader import Checkpoint
-from hpcllm.checkpoint.state import RunState, Shards, save
 from hpcllm.cli.main import main
-from hpcllm.config.schema import MeshConfig, ModelConfig, from_tables, to_tables
-from hpcllm.data import tokenizer as bpe
+from hpcllm.config.schema import MeshConfig, ModelConfig
 from hpcllm.errors import CheckpointError, ConfigError, DataError, MeshError
 from hpcllm.inference.complete import BatchSettings
 from hpcllm.inference.generate import Place, TextSettings, continue_prompt, load_decoder
 from hpcllm.model.initialisation import build
 from hpcllm.model.sampling import Sampling
-from hpcllm.model.shapes import parameter_shapes, split_layers
+from hpcllm.model.shapes import split_layers
 from hpcllm.mpi.mesh import open_mesh
-from hpcllm.optim.flat_buffers import Piece
 from hpcllm.system.device import torch_dtype
 from hpcllm.system.job import SIZE_VARIABLES, launched_ranks
 
-TOKENIZER = bpe.train(["abc"], 257)  # every byte is a token of its own, so a character takes up to four
-ENCODER = bpe.Encoder(TOKENIZER)
 CYCLE = "é🚀中a"  # no two of its bytes are equal, so each byte has one successor
-
-
-def checkpoint_of(
-    folder: Path, model: ModelConfig, weights=None, tokenizer: str = TOKENIZER, dtype=torch.float32
-) -> Path:
-    """A checkpoint written by this process alone; `weights` changes the decoder's parameters in place."""
-    decoder = build(model, split_layers(model, 1)[0], seed=4, dtype=dtype)
-    if weights:
-        with torch.no_grad():
-            weights(dict(decoder.named_parameters()))
-    parameters = {name: p.detach() for name, p in decoder.named_parameters()}
-    tables = to_tables(from_tables({"data": {"sequence_length": 8}}))
-    state = RunState(
-        step=1,
-        position=0,
-        updates=1,
-        config=tables | {"model": {k: getattr(model, k) for k in tables["model"]}},
-        pieces=[Piece("model", name, 0, p.numel(), p.view(-1)) for name, p in parameters.items()],
-        shards=Shards(parameter_shapes(model)),
-        owned=frozenset(parameters),
-        fingerprint="f0",
-        tokenizer_json=tokenizer,
-        mesh={"dp": 1, "pp": 1, "tp": 1},
-    )
-    return save(folder, state, MPI.COMM_SELF).path
 
 
 @pytest.fixture(scope="module")
