@@ -102,6 +102,10 @@ def tried(
 
         config, store = open_store(config, None)
         tokens, times = len(store.tokens("train")), epochs(config, store)
+    if config.evaluation.tasks and store:
+        from hpcllm.evaluation.measuring import prepare_of_run  # torch: only where there is something to measure
+
+        prepare_of_run(config, store, None)
     if config.communication.tuning:
         load_tuning(config.communication.tuning)
     if config.checkpoint.writer == "mpio":

@@ -61,7 +61,7 @@ def cache_folder() -> str:
 def _source_hash() -> str:
     """Hash all modules with kernels: numba looks for changes in a kernel's own file only, not in its callees."""
     package = Path(__file__).parents[1]
-    paths = sorted([*package.glob("codecs/*.py"), *package.glob("collectives/*.py")])
+    paths = sorted(path for room in ("codecs", "collectives", "model") for path in package.glob(f"{room}/*.py"))
     sources = [path.read_bytes() for path in paths]
     return sha256(b"".join(source for source in sources if b"hpcllm.codecs.kernels import" in source)).hexdigest()[:12]
 
@@ -83,6 +83,13 @@ if not numba.config.CACHE_DIR:  # NUMBA_CACHE_DIR says otherwise
 def kernel(function: F) -> F:
     """Compile a function over NumPy arrays; a division by zero gives what IEEE says."""
     compiled: F = numba.njit(nogil=True, cache=_can_write(numba.config.CACHE_DIR), error_model="numpy")(function)
+    return compiled
+
+
+def summing_kernel(function: F) -> F:
+    """Compile as `kernel` does, with sums in whatever order fills vector registers: not the same on every machine."""
+    cache, flags = _can_write(numba.config.CACHE_DIR), {"reassoc", "contract", "nsz"}
+    compiled: F = numba.njit(nogil=True, cache=cache, error_model="numpy", fastmath=flags)(function)
     return compiled
 
 

@@ -16,6 +16,7 @@ LARGEST_EXACT = 1 << 53  # as a float; beyond it every range has ended
 MOST_RANKS = 1 << 20  # more than any machine has
 MOST_LAYERS = 1024  # of published models few have more than 128
 LONGEST_PATH_BYTES, LONGEST_NAME_BYTES = 4095, 255  # of Linux: a path, each name in it
+MOST_TASKS = 100
 LONGEST_RUN_NAME_BYTES = 200  # a restart and writers of checkpoints add to it
 
 
@@ -72,7 +73,7 @@ RANGES = {  # key -> range of its number
         0,
         10**9,
         """optimizer.warmup_steps communication.exact_steps communication.hash_every_steps checkpoint.every_steps
-        checkpoint.keep_every_steps log.validation_every_steps""",
+        checkpoint.keep_every_steps log.validation_every_steps evaluation.every_steps""",
     ),
     # sizes of the model and its samples; the largest are far beyond any that was trained
     **_between(1, MOST_LAYERS, "model.layers"),
@@ -104,7 +105,7 @@ RANGES = {  # key -> range of its number
     **_above(0, 10**6, "finetuning.adapter.alpha finetuning.beta"),
     # messages, files, time, money
     **_above(0, 1 << 20, "communication.bucket_mib"),
-    **_between(1, 10**6, "checkpoint.keep"),
+    **_between(1, 10**6, "checkpoint.keep evaluation.examples"),
     **_between(0, 10**6, "checkpoint.keep_best"),
     **_between(-1, 2000, "checkpoint.stripe_count"),
     **_between(1, 4095, "checkpoint.stripe_mib"),
@@ -137,6 +138,10 @@ RULES: dict[str, Rule] = {  # key -> the rule that its value decides alone
     "optimizer.final_fraction": ("0 to 1", lambda v: 0 <= v <= 1),
     "optimizer.beta1": ("0 <= beta1 < 1", lambda v: 0 <= v < 1),
     "optimizer.beta2": ("0 <= beta2 < 1", lambda v: 0 <= v < 1),
+    "evaluation.tasks": (
+        f"up to {MOST_TASKS} names without NUL, each once",
+        lambda v: len(v) <= MOST_TASKS and len(set(v)) == len(v) and all(v) and "\0" not in "".join(v),
+    ),
     "log.trackers": (
         f"any of {', '.join(TRACKERS)}, each once",
         lambda v: set(v) <= set(TRACKERS) and len(set(v)) == len(v),

@@ -204,6 +204,13 @@ class LogConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    every_steps: int = 0  # steps between two measurements by the tasks; 0: only at the end
+    tasks: tuple[str, ...] = ()  # as --task of `hpcllm evaluate`: ["reverse:5", "more.h5", "arc=test.parquet"]
+    examples: int = 200  # of each task: so many are made, or taken of a file or of the rows of a store at most
+
+
+@dataclass(frozen=True, kw_only=True)
 class LimitsConfig:
     stall_s: float = 600.0  # a message that takes longer ends the run, named
     wall_s: float = 0.0  # this start may take so long; 0: until the batch job's time limit, if there is one
@@ -230,6 +237,7 @@ class Config:
     finetuning: FinetuningConfig = field(default_factory=FinetuningConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     energy: EnergyConfig = field(default_factory=EnergyConfig)
 
@@ -393,6 +401,11 @@ def check_together(config: Config) -> None:
         raise ConfigError(
             f"data.sequence_length = {data.sequence_length} is longer than "
             f"model.max_sequence = {model.max_sequence}; lower the one or raise the other"
+        )
+    if config.evaluation.every_steps and not config.evaluation.tasks:
+        raise ConfigError(
+            f"evaluation.every_steps = {config.evaluation.every_steps} without evaluation.tasks: there is nothing to "
+            "measure; valid: tasks = ['reverse:5', ...], or every_steps = 0"
         )
     if late := [step for step in config.log.trace_steps if step > config.run.steps]:
         raise ConfigError(f"log.trace_steps has {late[0]}, but run.steps = {config.run.steps}; valid: 1 to that")

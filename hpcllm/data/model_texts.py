@@ -56,7 +56,7 @@ def check_fit(config: Config, store: TokenStore) -> list[str]:
     """
     path = Path(config.run.start_from)
     weights = model_texts(path)
-    differ = _other_token(weights.tokenizer_json, store.tokenizer_json)
+    differ = other_token(weights.tokenizer_json, store.tokenizer_json)
     if differ and config.finetuning.kind != "none":
         raise ConfigError(
             f"{str(store.path)!r} was not tokenized as run.start_from = {str(path)!r} has learned it: {differ}; "
@@ -69,7 +69,7 @@ def check_fit(config: Config, store: TokenStore) -> list[str]:
     return notes
 
 
-def _other_token(taught: str, now: str) -> str:
+def other_token(taught: str, now: str) -> str:
     """Name the first token of a tokenizer that another one does not number alike; "" if there is none."""
     if not taught:
         return ""

@@ -153,6 +153,13 @@ class Encoder:
         end = np.array([self.end_of_text], np.uint32)
         return [np.concatenate([ids, end]) for ids in _encoded(self._tokenizer, texts)]
 
+    @cached_property
+    def beginning(self) -> tuple[int, ...]:
+        """Special tokens that the tokenizer puts in front of a text, as the "<s>" of Llama; of most there are none."""
+        plain, whole = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
+        ends = range(len(whole) - len(plain), -1, -1)
+        return tuple(whole[: next((end for end in ends if whole[end : end + len(plain)] == plain), 0)])
+
     def encode_chats(self, chats: Sequence[Rendered]) -> list[tuple[NDArray[np.uint32], NDArray[np.bool_]]]:
         """Return ids, and whether each counts as a target, of rendered conversations; without an end of text.
 

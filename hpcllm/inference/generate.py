@@ -1,7 +1,7 @@
-"""A model and a prompt -> text. A checkpoint is enough: it holds tokenizer, run file and the template of its chats.
+"""A model and prompts -> texts. A checkpoint is enough: it holds tokenizer, run file and the template of its chats.
 
-    checkpoint, or a Hugging Face folder --> this rank's part of the weights --> sampling.py --> tokens --> text
-                                        `--> tokenizer, template --> prompt as tokens, tokens that end an answer
+    checkpoint, or a Hugging Face folder --> this rank's part of the weights --> complete.py --> tokens --> texts
+                                        `--> tokenizer, template --> prompts as tokens, tokens that end an answer
 
 One process starts no MPI, so that it works where only a login node is; several ranks share a model by
 several_ranks.py.
@@ -9,12 +9,11 @@ several_ranks.py.
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,16 +30,11 @@ from hpcllm.data.chat_template import RejectedError
 from hpcllm.data.model_texts import ModelTexts, model_texts
 from hpcllm.data.tokenizer import Encoder, controls_of
 from hpcllm.errors import CheckpointError, ConfigError, DataError
+from hpcllm.inference.batch import Request
+from hpcllm.inference.complete import BatchSettings, generate_batch, make_batch
+from hpcllm.inference.endings import StopStrings, pieces
 from hpcllm.model.initialisation import CPU, allocate
-from hpcllm.model.sampling import (
-    CachedDecoder,
-    NextToken,
-    TokenSampler,
-    check_prompt,
-    check_settings,
-    generate,
-    local_next_token,
-)
+from hpcllm.model.sampling import Sampling, check_prompt, seed_of
 from hpcllm.model.shapes import Shape, StageSpan, parameter_shapes, shard_of, split_layers
 from hpcllm.model.tensor_parallel import ALONE, TensorParallel, tensor_parallel
 from hpcllm.model.transformer import Decoder
@@ -53,99 +47,151 @@ if TYPE_CHECKING:
 Boxes = Mapping[str, tuple[Shape, Tensor]]  # name -> start of a rank's part in the global tensor, and its memory
 
 
-def continue_prompt(
-    path: Path,
-    prompt: str,
-    tokens: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
-    precision: str = "fp32",
-    device: str = "auto",
-    mesh: Mesh | None = None,
-    chat: bool = False,
-) -> Iterator[str]:
-    """Continue `prompt` by up to `tokens` tokens, or to the end of the text or of an assistant's turn.
+@dataclass(frozen=True)
+class TextSettings:
+    """Settings of texts: how their tokens are drawn, from which seed, and where they end."""
 
-    Yields a piece a token, one at the end. chat: the prompt is what a user says, rendered by the template of the
-    model's chats, and what follows is the answer.
+    sampling: Sampling = field(default_factory=Sampling)
+    batch: BatchSettings = field(default_factory=BatchSettings)
+    seed: int = 0
+    samples: int = 1  # texts of each prompt
+    stops: tuple[str, ...] = ()  # strings that end a text, of which they are no part
+    chat: bool = False  # a prompt is what a user says, rendered by the template of the model's chats
 
-    path: a checkpoint, a run folder for its newest, or a Hugging Face folder. precision: type to compute in, fp32, bf16
-    or fp16, whatever the weights are stored in. device: as run.device. mesh: of dp = 1, whose ranks share the model;
-    then this is collective, each piece too, and all ranks get the same text. Same arguments, same text; on another mesh
-    or device the same but for rounding.
+    def check(self) -> None:
+        """Raise ConfigError for a setting that is out of range."""
+        self.sampling.check()
+        self.batch.check()
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed = {self.seed} is out of range; valid: 0 <= seed < 2^63")
+        if self.samples < 1:
+            raise ConfigError(f"samples = {self.samples} is out of range; valid: 1 or more")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Device and type that a model computes in. mesh: whose replicas share it; None: this process alone."""
+
+    precision: str = "fp32"  # or bf16, fp16, whatever the weights are stored in
+    device: str = "auto"  # as run.device
+    mesh: Mesh | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Text that follows a prompt. prompt, sample: their numbers, from 0."""
+
+    prompt: int
+    sample: int
+    text: str
+    tokens: int
+    reason: str  # why it ended: "stop", at a token or a string that ends it, or "length"
+
+
+@dataclass(frozen=True)
+class _Opened:
+    decoder: Decoder
+    prompts: list[list[int]]
+    stops: StopStrings
+    batch: BatchSettings
+    vocabulary: int
+
+
+def continue_prompt(path: Path, prompt: str, settings: TextSettings, place: Place) -> Iterator[str]:
+    """Continue a prompt, to the end of the text or of an assistant's turn or to the bounds of the settings.
+
+    Yields a piece a token, one at the end. path: a checkpoint, a run folder for its newest, or a Hugging Face folder.
+    The mesh has dp = 1; with one this is collective, each piece too, and all ranks get the same text. Same arguments,
+    same text: that of sample 0 of `complete`; on another mesh or device the same but for rounding.
 
     Raises before the first piece: DataError if there is no such file or the prompt is not Unicode, CheckpointError or
     HuggingFaceError if it is damaged or of no text model, ConfigError for a setting out of range, a device that is not
     there or a chat with a model that has no template, MeshError for a mesh that the model cannot be split over.
     """
-    check_settings(tokens, temperature, top_k)
-    if not 0 <= seed < 2**63:
-        raise ConfigError(f"seed = {seed} is out of range; valid: 0 <= seed < 2^63")
-    if any("\ud800" <= c <= "\udfff" for c in prompt):
-        raise DataError("the prompt is not UTF-8; give it in that encoding, or set the locale that it is in")
-    place = take_device(device, mesh.world, mesh.node).device if mesh else choose_device(device)
+    opened = _open(path, [prompt], settings, place)
+    request = Request(opened.prompts[0], seed_of(settings.seed, 0, 0))
+    check_prompt(request.prompt, opened.vocabulary)
+    batch = make_batch(
+        opened.decoder, [request], settings.sampling, opened.batch, opened.vocabulary, place.mesh, opened.stops.is_over
+    )
+    return pieces(batch, opened.stops)
+
+
+def complete(path: Path, prompts: Sequence[str], settings: TextSettings, place: Place) -> Iterator[Completion]:
+    """Continue many prompts, as many times each as `samples` says; yields a completion when it has come to its end.
+
+    Draws depend on the seed, the number of the prompt and that of the sample, not on what else is made or where.
+    With a mesh this is collective and all ranks get all completions; replicas (dp) share the prompts. Raises what
+    continue_prompt does, and DataError for a list without prompts.
+    """
+    opened = _open(path, prompts, settings, place)
+    numbers = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(settings.samples)]
+    requests = [Request(opened.prompts[p], seed_of(settings.seed, p, sample)) for p, sample in numbers]
+    texts = generate_batch(
+        opened.decoder, requests, settings.sampling, opened.batch, opened.vocabulary, place.mesh, opened.stops.is_over
+    )
+    return (
+        Completion(*numbers[text.index], opened.stops.text_of(text.tokens), len(text.tokens), text.reason)
+        for text in texts
+    )
+
+
+def _open(path: Path, prompts: Sequence[str], settings: TextSettings, place: Place) -> _Opened:
+    """Check everything, turn prompts into tokens and load this rank's part of the model. Collective over the mesh."""
+    settings.check()
+    for number, prompt in enumerate(prompts):
+        if any("\ud800" <= c <= "\udfff" for c in prompt):
+            which_one = f"prompt {number + 1}" if len(prompts) > 1 else "the prompt"
+            raise DataError(f"{which_one} is not UTF-8; give it in that encoding, or set the locale that it is in")
+    mesh = place.mesh
+    device = take_device(place.device, mesh.world, mesh.node).device if mesh else choose_device(place.device)
     comm = mesh.world if mesh else None
     path, is_folder = on_root(comm, lambda: which(path))
-    text, ids, stops = on_root(comm, lambda: _prompt(path, prompt, chat))
-    decoder = _load(path, is_folder, torch_dtype(precision), place, mesh)
-    tokenizer, model = Encoder(text), decoder.model
-    vocabulary = min(tokenizer.vocabulary, model.vocabulary)
-    check_prompt(ids, vocabulary)
-    sampler = TokenSampler(temperature, top_k, vocabulary, torch.Generator().manual_seed(seed))
-    next_token = _next_token(decoder, sampler, len(ids) + tokens, mesh)
-    return _as_text(generate(next_token, ids, tokens, model.max_sequence, stops), tokenizer)
+    text, ids, ends = on_root(comm, lambda: _prompts(path, prompts, settings.chat))
+    tokenizer = Encoder(text)
+    stops = StopStrings(settings.stops, tokenizer)
+    decoder = load_model(path, is_folder, torch_dtype(place.precision), device, mesh)
+    vocabulary = min(tokenizer.vocabulary, decoder.model.vocabulary)
+    return _Opened(decoder, ids, stops, replace(settings.batch, stops=ends), vocabulary)
 
 
-def _prompt(path: Path, prompt: str, chat: bool) -> tuple[str, list[int], set[int]]:
-    """Return the tokenizer as JSON, the prompt's tokens, and those that end what follows it. Not collective."""
+def _prompts(path: Path, prompts: Sequence[str], chat: bool) -> tuple[str, list[list[int]], frozenset[int]]:
+    """Return the tokenizer as JSON, the prompts' tokens, and those that end what follows them. Not collective."""
     texts = model_texts(path)
     if not texts.tokenizer_json:
         raise CheckpointError(f"{path} holds no tokenizer, so it cannot read a prompt")
     if chat and not texts.template.text:
         raise ConfigError(f"{path} has no chat template: it was not trained on chats; valid: leave out --chat")
     tokenizer = Encoder(texts.tokenizer_json)
-    ends, rendered = _rendered(texts, prompt, chat)
-    stops = {tokenizer.end_of_text, *(tokenizer.id_of(token) for token in ends)}
-    if rendered:
-        return texts.tokenizer_json, tokenizer.encode_chats([rendered])[0][0].tolist(), stops
-    ids = tokenizer.encode([prompt])[0].tolist()[:-1]  # encode closes a document
-    return texts.tokenizer_json, ids or [tokenizer.end_of_text], stops
+    ends, rendered = _rendered(texts, prompts, chat)
+    stops = frozenset({tokenizer.end_of_text, *(tokenizer.id_of(token) for token in ends)})
+    if chat:
+        return texts.tokenizer_json, [ids.tolist() for ids, _ in tokenizer.encode_chats(rendered)], stops
+    found = [ids.tolist()[:-1] for ids in tokenizer.encode(prompts)]  # encode closes a document
+    return texts.tokenizer_json, [ids or [tokenizer.end_of_text] for ids in found], stops
 
 
-def _rendered(texts: ModelTexts, prompt: str, chat: bool) -> tuple[frozenset[str], Rendered | None]:
-    """Return the control tokens that end an answer, and of a chat the prompt with the beginning of its answer."""
+def _rendered(texts: ModelTexts, prompts: Sequence[str], chat: bool) -> tuple[frozenset[str], list[Rendered]]:
+    """Return the control tokens that end an answer, and of chats the prompts with the beginnings of their answers."""
     if not texts.template.text:
-        return frozenset(), None
+        return frozenset(), []
     try:
         with open_template(texts.template, controls_of(texts.tokenizer_json)) as template:
-            return template.ends_of_turn(), template.beginning(prompt) if chat else None
+            return template.ends_of_turn(), [template.beginning(prompt) for prompt in prompts if chat]
     except RejectedError as error:
         raise ConfigError(f"the prompt makes no chat: {error.reason} {error.detail}".rstrip()) from error
     except DataError:
         if chat:
             raise
-        return frozenset(), None  # a text goes on without a template that does not compile or does not end
+        return frozenset(), []  # a text goes on without a template that does not compile or does not end
 
 
-def _next_token(decoder: Decoder, sampler: TokenSampler, most_tokens: int, mesh: Mesh | None) -> NextToken:
-    if mesh is None:
-        return local_next_token(decoder, sampler, most_tokens)
-    from hpcllm.inference.several_ranks import DistributedGeneration  # starts MPI
+def load_model(path: Path, is_folder: bool, dtype: torch.dtype, device: torch.device, mesh: Mesh | None) -> Decoder:
+    """Load this rank's part of a checkpoint, of adapters with their base, or of a Hugging Face folder.
 
-    return DistributedGeneration(mesh, CachedDecoder(decoder, most_tokens), sampler).next_token
-
-
-def _as_text(tokens: Iterator[int], tokenizer: Encoder) -> Iterator[str]:
-    # a character may take several tokens: pieces wait in the decoder until they are whole
-    whole = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in tokens:
-        yield whole.decode(tokenizer.decode(np.array([token])))
-    yield whole.decode(b"", final=True)
-
-
-def _load(path: Path, is_folder: bool, dtype: torch.dtype, device: torch.device, mesh: Mesh | None) -> Decoder:
-    """Load this rank's part of a model. Collective over the mesh."""
+    path, is_folder: as folder.which returns them. mesh: each of its replicas gets the model; None: one process has all
+    of it. Collective over the mesh. Raises UserError, CheckpointError.
+    """
     comm = mesh.world if mesh else None
     if is_folder:
         with Folder.open(path, comm) as folder:
@@ -198,8 +244,8 @@ def _part(model: ModelConfig, mesh: Mesh) -> tuple[StageSpan, TensorParallel]:
     from hpcllm.pipeline.actions import Placement
     from hpcllm.plan.resolve import check_layout, check_vocabulary, layer_spans
 
-    sizes = MeshConfig(dp=1, pp=mesh.pp.size, tp=mesh.tp.size)
-    config = Config(model=model, mesh=sizes, data=DataConfig(global_batch=1))
+    sizes = MeshConfig(dp=mesh.dp.size, pp=mesh.pp.size, tp=mesh.tp.size)
+    config = Config(model=model, mesh=sizes, data=DataConfig(global_batch=mesh.dp.size))
     check_vocabulary(check_layout(config, mesh.world.size))
     spans = layer_spans(config, Placement(sizes.pp))
     return spans[mesh.pp.rank], tensor_parallel(group_of(mesh.tp))

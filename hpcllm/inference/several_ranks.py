@@ -1,86 +1,76 @@
-"""Generation by a model that several ranks share, one token after another.
+"""One pass of a model that several ranks share.
 
-    stage 0   new tokens -> embedding, blocks --(T, hidden)--> stage 1  ...  -> last stage: logits, one token drawn
-       ^                                                                                                   |
-       +------------------------------------ the token, to all ranks --------------------------------------+
+    stage 0   unread tokens -> embedding, blocks --(N, hidden)--> stage 1  ...  -> last stage: logits, tokens drawn
+       ^                                                                                                    |
+       +------------------------------------ a token a text, to all ranks ---------------------------------+
 
-Every rank calls next_token with the same tokens; tp ranks of a stage work on a layer together, each sends its result
-to the same tp rank of the next stage. One rank alone draws, so one random sequence decides.
+Every rank has the same batch and calls next_tokens with the same texts; tp ranks of a stage work on a layer together,
+each sends its result to the same tp rank of the next stage. One rank alone draws, so one answer decides.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hpcllm.codecs.casts import Raw
 from hpcllm.collectives import allgather, broadcast, group_of
-from hpcllm.collectives.wire import Wire
-from hpcllm.model.sampling import CachedDecoder, TokenSampler
+from hpcllm.errors import NonFiniteError
+from hpcllm.inference.batch import Text
+from hpcllm.inference.cached_model import CachedModel
+from hpcllm.inference.stages import StageMessages
 from hpcllm.mpi.mesh import Mesh
-from hpcllm.mpi.wait import job_waits
+from hpcllm.mpi.partition import chunk_range
+
+NOT_FINITE = -1  # in place of a token: the ranks that did not draw raise too
 
 
-class DistributedGeneration:
-    """One rank's part in generating text; `next_token` is collective over the mesh."""
+class SharedModel:
+    """One rank's part of a model in making texts; `next_tokens` is collective over the ranks that share it."""
 
-    def __init__(self, mesh: Mesh, reader: CachedDecoder, sampler: TokenSampler) -> None:
-        self.mesh, self.reader, self.sampler = mesh, reader, sampler
-        self.waits = job_waits.waits()
-        self.wire = Wire(self.waits)
-        for comm in (mesh.world, mesh.tp):
-            group_of(comm).wire.waits = self.waits
-        self.first, self.last = mesh.pp.rank == 0, mesh.pp.rank == mesh.pp.size - 1
-        self.drawer = mesh.world.allreduce(mesh.world.rank if self.last and mesh.tp.rank == 0 else 0)
+    def __init__(self, mesh: Mesh, model: CachedModel) -> None:
+        """mesh: of which each replica makes texts of its own."""
+        self.mesh, self.model = mesh, model
+        self.messages = StageMessages(mesh, torch.empty(0, dtype=model.decoder.dtype, device=model.decoder.device))
+        group_of(mesh.pp).wire.waits = self.messages.waits
+        self.last = mesh.pp.size - 1
 
-    @property
-    def device(self) -> torch.device:
-        return self.reader.decoder.device
+    def next_tokens(self, texts: Sequence[Text], uniforms: Sequence[float]) -> list[int]:
+        """Read what is unread of each text and draw a token for each (batch.NextTokens). Collective.
 
-    def next_token(self, tokens: list[int], afresh: bool) -> int:
-        """Read `tokens` and return the token that follows (sampling.NextToken). Collective over the mesh.
-
-        Raises StallError.
+        Raises NonFiniteError, StallError.
         """
-        x = torch.tensor(tokens, device=self.device) if self.first else self._receive(len(tokens))
-        answer = self.reader.read(x, afresh)
-        token = np.zeros(1, dtype=np.int64)
-        if self.last:
-            logits = self._gather_logits(answer)
-            if self.mesh.world.rank == self.drawer:
-                token[0] = self.sampler.token(logits)
+        stage, count = self.mesh.pp.rank, sum(len(text.unread) for text in texts)
+        shape = count, self.model.decoder.model.hidden
+        x = self.messages.receive(stage - 1, shape) if stage else self.model.unread(texts)
+        answer = self.model.read(x, texts)
+        tokens = np.zeros(len(texts), dtype=np.int64)
+        error = None
+        if stage < self.last:
+            self.messages.send(stage + 1, answer)
         else:
-            self._send(answer)
-        broadcast(token, self.mesh.world, self.drawer)
-        return int(token[0])
-
-    def _receive(self, count: int) -> Tensor:
-        """Receive (count, hidden) from the stage before."""
-        decoder, peer = self.reader.decoder, self.mesh.pp.rank - 1
-        hidden = next(decoder.parameters()).detach().new_empty(count, decoder.model.hidden)
-        raw = self.wire.turn_to(self.device).staged(Raw(hidden.dtype))
-        landing = self.wire.landing("stage before", hidden.view(-1), raw)
-        self.waits.all(
-            self.wire.receive(self.mesh.pp, landing, peer, 0),
-            lambda: f"{count} tokens from stage {peer} (rank {self.mesh.world_rank(peer)})",
-        )
-        raw.decode(landing, hidden.view(-1))
-        return hidden
-
-    def _send(self, hidden: Tensor) -> None:
-        peer, hidden = self.mesh.pp.rank + 1, hidden.contiguous()
-        raw = self.wire.turn_to(self.device).staged(Raw(hidden.dtype))
-        data = raw.encode(hidden.view(-1), self.wire.memory.scratch("stage after", hidden.nbytes))
-        self.waits.all(
-            self.wire.send(self.mesh.pp, data, peer, 0, hidden.nbytes),
-            lambda: f"stage {peer} (rank {self.mesh.world_rank(peer)}) to take {len(hidden)} tokens",
-        )
+            logits = self._gather_logits(answer)
+            try:
+                tokens[:] = self.model.draw(logits, texts, uniforms) if self.mesh.tp.rank == 0 else 0
+            except NonFiniteError as found:
+                tokens[:], error = NOT_FINITE, found
+            broadcast(tokens, self.mesh.tp, 0)
+        broadcast(tokens, self.mesh.pp, self.last)
+        if NOT_FINITE in tokens:
+            raise error or NonFiniteError("the logits of the next token are not finite on the last stage")
+        return [int(token) for token in tokens]
 
     def _gather_logits(self, logits: Tensor) -> Tensor:
-        """Gather (vocabulary,) logits from their parts on the ranks of tp."""
-        if self.mesh.tp.size == 1:
+        """Gather (texts, vocabulary) logits from their parts on the ranks of tp, which may differ by a row."""
+        ranks, vocabulary = self.mesh.tp.size, self.model.decoder.model.vocabulary
+        if ranks == 1:
             return logits
-        whole = logits.new_empty(self.reader.decoder.model.vocabulary)
-        allgather(logits.contiguous(), self.mesh.tp, out=whole)
-        return whole
+        sizes = [end - first for first, end in (chunk_range(vocabulary, ranks, rank) for rank in range(ranks))]
+        most = max(sizes)
+        part = logits.new_zeros(most, len(logits))
+        part[: logits.shape[1]] = logits.t()
+        whole = part.new_empty(ranks, *part.shape)
+        allgather(part, self.mesh.tp, out=whole)
+        return torch.cat([piece[:size] for piece, size in zip(whole, sizes, strict=True)]).t()

@@ -8,5 +8,6 @@ gradient_sums.py     gradients of weights, added where their sum lies
 recompute.py         tensors that the backward pass makes again; loss.py: cross entropy, split or in pieces
 eager.py             norms and rotary positions where no kernel of gpu/ is
 initialisation.py    weights that do not depend on the layout
-sampling.py          text from a decoder, by the key-value cache of attention.py
+paged_cache.py       keys and values of many texts, in blocks; paged_attention.py: attention to them on CPUs
+sampling.py          the next token of each text of a batch, from its logits
 """

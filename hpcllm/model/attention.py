@@ -1,5 +1,5 @@
 # ruff: noqa: N803, N806, N815 - shape suffixes are upper case; the legend is in the text below
-"""Causal self-attention with grouped queries, rotary positions, a sliding window if the model has one, and a cache.
+"""Causal self-attention with grouped queries, rotary positions and a sliding window if the model has one.
 
     x --+-- query --(rotary)--+
         +-- key ----(rotary)--+-- softmax(q k^T / sqrt(K) + mask) v -- output -->
@@ -20,14 +20,13 @@ factor (arXiv:2306.15595); "llama3" divides those that change slowly, leaves tho
 between (Llama 3.1, arXiv:2407.21783, and the code that was published with its weights).
 
 Shapes: B batch, T sequence, D hidden, H query heads, G key and value heads (H a multiple of G), K channels a head,
-R channels of a head that are rotated, S tokens that are looked at: T, or more with a cache. Heads are those of this
-rank, where tp splits them.
+R channels of a head that are rotated, S tokens that are looked at: T, or more if they are given. Heads are those of
+this rank, where tp splits them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -39,33 +38,9 @@ from hpcllm.model import eager
 from hpcllm.model.documents import AttentionPlan, Documents
 from hpcllm.model.gpu import fused
 from hpcllm.model.linear import PLAIN, Linear, PassOptions, columns, rows
+from hpcllm.model.paged_cache import CachedPass
 from hpcllm.model.recompute import Recompute
 from hpcllm.model.tensor_parallel import ALONE, TensorParallel, as_gathered, in_order
-
-
-class KeyValueCache:
-    """Keys and values of the tokens that a text has so far, so that each new token costs one token's work.
-
-    keys of block i    [ k0 k1 k2 ... k(length-1) | free ]      add: those of new tokens go behind, all come back
-
-    It serves the blocks that one rank holds, and takes its memory once.
-    """
-
-    def __init__(self, blocks: Iterable[int], shape: tuple[int, int, int, int], like: Tensor) -> None:
-        """Allocate memory of the type and device of `like`.
-
-        shape: of each block, (batch, tokens at most, key and value heads, channels a head).
-        """
-        self.length = 0  # tokens that every block has; set by the decoder once all of its blocks have added theirs
-        self._memory = {block: like.new_empty(2, *shape) for block in blocks}
-
-    def add(self, block: int, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
-        """Append a block's new keys and values; returns all (B, S, G, K), the new ones last."""
-        end = self.length + k_BTGK.shape[1]
-        keys, values = self._memory[block][:, :, :end]
-        keys[:, self.length :] = k_BTGK
-        values[:, self.length :] = v_BTGK
-        return keys, values
 
 
 class Attention(nn.Module):
@@ -92,14 +67,14 @@ class Attention(nn.Module):
         x_BTD: Tensor | Recompute,
         angles: Angles | None,
         options: PassOptions = PLAIN,
-        cache: KeyValueCache | None = None,
+        cache: CachedPass | None = None,
         plan: AttentionPlan | None = None,
     ) -> Tensor:
         """Attend. angles: of these positions; None: positions were added to x before.
 
-        cache: keys and values of the tokens before x, to which those of x are added; None: there are none. plan: how
-        attention stays inside the documents of x; None: a row is one. Collective over tp; where that splits the
-        sequence, x and the result are this rank's part, (B, T/tp, D).
+        cache: x is new tokens of several texts, whose keys and values are kept; None: nothing is. plan: how attention
+        stays inside the documents of x; None: a row is one. Collective over tp; where that splits the sequence, x and
+        the result are this rank's part, (B, T/tp, D).
         """
 
         def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -109,8 +84,8 @@ class Attention(nn.Module):
             if angles is not None:
                 q_BTHK, k_BTGK = rotated_pair(q_BTHK, k_BTGK, angles)
             if cache is not None:
-                k_BTGK, v_BTGK = cache.add(self.number, k_BTGK, v_BTGK)
-            if plan is None:
+                out_BTHK = cache.attend(self.number, causal_attention, q_BTHK, k_BTGK, v_BTGK)
+            elif plan is None:
                 out_BTHK = causal_attention(q_BTHK, k_BTGK, v_BTGK, self.window)
             else:
                 out_BTHK = plan.attend(causal_attention, q_BTHK, k_BTGK, v_BTGK, self.window)
@@ -197,15 +172,13 @@ class Angles(NamedTuple):
     # where there is no kernel, documents' angles are looked up once for all layers: the table is (2, B, T, 1, R)
 
 
-def angles_of(
-    table_2S1R: Tensor, start: int, end: int, documents: Documents | None, eager: bool, like: Tensor
-) -> Angles:
-    """Return the angles of positions [start, end), or of each token in its document.
+def angles_of(table_2S1R: Tensor, end: int, documents: Documents | None, eager: bool, like: Tensor) -> Angles:
+    """Return the angles of positions [0, end), or of each token in its document.
 
     eager: blocks are not compiled. like: of the type and device of queries and keys.
     """
     if documents is None:
-        return Angles(table_2S1R[:, start:end])
+        return Angles(table_2S1R[:, :end])
     if eager and fused.kernels(like):
         return Angles(table_2S1R, documents.positions_BT)
     return Angles(table_2S1R[:, documents.positions_BT])

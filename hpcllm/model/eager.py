@@ -22,17 +22,24 @@ from torch.autograd.function import once_differentiable
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Return x / sqrt(mean of squares + epsilon) weight, over the last dim (arXiv:1910.07467)."""
+    if not torch.is_grad_enabled():  # a text's next token has few values: what autograd notes would cost more
+        return _normed(x, weight, epsilon)[0]
     y: Tensor = _RmsNorm.apply(x, weight, epsilon)  # type: ignore[no-untyped-call]
     return y
+
+
+def _normed(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return the normed rows, and the factor of each."""
+    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = norms.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+    return (x * scale).mul_(weight).to(x.dtype), scale
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        scale = norms.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        y, scale = _normed(x, weight, epsilon)
         ctx.save_for_backward(x, weight, scale)
-        y: Tensor = (x * scale).mul_(weight).to(x.dtype)
         return y
 
     @staticmethod
@@ -53,6 +60,8 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
     x: (B, T, H, K); table: (2, T, 1, R) float32, or (2, B, T, 1, R), of which the first R/2 channels are read.
     """
+    if not torch.is_grad_enabled():
+        return _rotated(x, table, 1.0)
     rotated: Tensor = _Rotation.apply(x, table)  # type: ignore[no-untyped-call]
     return rotated
 

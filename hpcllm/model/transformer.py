@@ -32,12 +32,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpcllm.config.schema import AdapterConfig, ModelConfig
-from hpcllm.model.attention import Angles, Attention, KeyValueCache, angles_of, rotary_table
+from hpcllm.model.attention import Angles, Attention, angles_of, rotary_table
 from hpcllm.model.documents import AttentionPlan, Documents, plan_attention, plan_window
 from hpcllm.model.gpu import fused
 from hpcllm.model.gradient_sums import GradientSums, lookup
 from hpcllm.model.linear import PLAIN, DeferredGradients, Linear, PassOptions, Weights, columns, rows
 from hpcllm.model.loss import cross_entropy, cross_entropy_in_pieces
+from hpcllm.model.paged_cache import CachedPass
 from hpcllm.model.quantised import QuantisedWeight
 from hpcllm.model.recompute import Recompute, checkpoint_block
 from hpcllm.model.shapes import BASE_BITS, ENDS, StageSpan, UnshardHooks, is_adapter
@@ -113,7 +114,7 @@ class Block(nn.Module):
         x_BTD: Tensor,
         angles: Angles | None,
         options: PassOptions = PLAIN,
-        cache: KeyValueCache | None = None,
+        cache: CachedPass | None = None,
         plan: AttentionPlan | None = None,
     ) -> Tensor:
         """Apply the layer to x on the residual path; the other arguments are those of Attention.forward."""
@@ -133,7 +134,7 @@ def run_block(
     x_BTD: Tensor,
     angles: Angles | None,
     options: PassOptions,
-    cache: KeyValueCache | None,
+    cache: CachedPass | None,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
     """Apply a Block: the function that compiled.py compiles, once for all blocks."""
@@ -212,44 +213,44 @@ class Decoder(nn.Module):
         return next(self.parameters()).device
 
     @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @property
     def tp(self) -> TensorParallel:
         return dataclasses.replace(self.shared_by, codec="raw") if self.exact else self.shared_by
 
-    def forward(
-        self, x: Tensor, deferred: DeferredGradients | None = None, cache: KeyValueCache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, deferred: DeferredGradients | None = None) -> Tensor:
         """Run one pass through the span. Collective over tp.
 
         x: tokens (B, T) int64 where the span has the embedding, else hidden states (B, T, D) in the type of the
         weights; T <= max_sequence. Returns logits (B, T, V) where the span has the head, else hidden states.
         deferred: where the backward pass leaves the weight gradients of linear layers and head; None: in .grad.
-        cache: of the tokens before x, which takes in those of x; then B, and T <= max_sequence, count both, and tp
-        may not split the sequence.
         """
-        hidden_BTD = self.hidden_states(x, deferred, cache)
+        hidden_BTD = self.hidden_states(x, deferred)
         return self.logits(hidden_BTD, deferred) if self.span.has_head else hidden_BTD
 
     def hidden_states(
         self,
         x: Tensor,
         deferred: DeferredGradients | None = None,
-        cache: KeyValueCache | None = None,
+        cache: CachedPass | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
         """Return (B, T, D) as they leave the span's last block. x is that of `forward`. Collective over tp.
 
-        documents: those that do not see each other, their positions beginning anew; None: a row is one. Not with a
-        cache.
+        documents: those that do not see each other, their positions beginning anew; None: a row is one. cache: x is one
+        row of new tokens of several texts, any number of them; then tp may not split the sequence.
         """
-        assert not (cache and (self.tp.sequence or documents)), "new tokens are of one text and not split over ranks"
-        start = cache.length if cache else 0
-        end = start + x.shape[1] * (1 if self.span.has_embedding else self.tp.parts)
-        x_BTD = self._embed(x, start, documents) if self.span.has_embedding else x
+        assert not (cache and (self.tp.sequence or documents)), "a cache knows where each token is, and has all of them"
+        documents = cache.documents if cache else documents
+        end = x.shape[1] * (1 if self.span.has_embedding else self.tp.parts)
+        x_BTD = self._embed(x, documents) if self.span.has_embedding else x
         if self.span.has_embedding and torch.is_grad_enabled() and not x_BTD.requires_grad:
             x_BTD.requires_grad_()  # frozen; the graph of the adapters begins here
         angles, eager = None, self.run_block is run_block
         if self.table is not None:
-            angles = angles_of(self.table, start, end, documents, eager, x_BTD)
+            angles = angles_of(self.table, end, documents, eager, x_BTD)
         plan = None if cache else self._plan(documents, end, x_BTD)
         options = self._options(deferred)
         if not eager:  # what is traced makes gradients of its own
@@ -262,8 +263,6 @@ class Decoder(nn.Module):
             else:
                 x_BTD = self.run_block(block, x_BTD, angles, options, cache, plan)
             x_BTD = self.unshard_hooks.after_unit(unit, x_BTD)
-        if cache:
-            cache.length = end
         return x_BTD
 
     def _plan(self, documents: Documents | None, tokens: int, x_BTD: Tensor) -> AttentionPlan | None:
@@ -314,8 +313,8 @@ class Decoder(nn.Module):
     def _head(self) -> Tensor:
         return self.embedding.weight if self.model.tied else self.head.weight
 
-    def _embed(self, tokens_BT: Tensor, start: int, documents: Documents | None) -> Tensor:
-        """Look up each token, and its position, from `start` on or in its document. Collective over tp.
+    def _embed(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor:
+        """Look up each token, and its position in its row or document. Collective over tp.
 
         Where tp splits the table, a rank brings zeros for the tokens of others, so the sum is exact.
         """
@@ -329,8 +328,7 @@ class Decoder(nn.Module):
             part = lookup(rows_BT.masked_fill_(elsewhere_BT, 0), weight_VD, self.gradient_sums)
             x_BTD = sum_with_gradient(part.masked_fill_(elsewhere_BT.unsqueeze(-1), 0.0), self.tp)
         if self.model.positions == "learned":
-            if self.tp.sequence:
-                start += self.tp.rank * x_BTD.shape[1]
+            start = self.tp.rank * x_BTD.shape[1] if self.tp.sequence else 0
             end = start + x_BTD.shape[1]
             if documents is None:
                 return x_BTD + self.positions.weight[start:end]

@@ -5,6 +5,7 @@
     {"step": 10, "loss": ..., "step_s": ...}       a logged step: at most MOST_STEPS of them are kept as records,
     {"step": 20, "loss": ..., ...}                 evenly, but step and loss of every one
     {"step": 20, "validation_loss": ...}
+    {"step": 20, "evaluation/sort:5/acc": ...}
     {"step": 20, "checkpoint_s": ...}
     {"step": 20, "end": {...}}                     the end of a start that ended by itself
 
@@ -38,6 +39,7 @@ MOST_STEPS = 4000  # records; a picture has about a thousand points
 LARGEST = 1e100  # no number of a log comes near it, and sums and squares of such numbers are floats
 MOST_NAMED = 8  # runs, in the message of an error
 IS_STEP = b'"loss": '
+TASKS = "evaluation/"  # before the names of tasks and figures
 _STEP, _LOSS = re.compile(rb'"step": (\d+)'), re.compile(rb'"loss": ([^,}\s]+)')
 
 
@@ -50,6 +52,7 @@ class History:
     logged: int = 0  # lines of logged steps
     loss: tuple[array[float], array[float]] = field(default_factory=lambda: (array("d"), array("d")))  # step, loss
     validations: list[Record] = field(default_factory=list)
+    tasks: list[Record] = field(default_factory=list)
     checkpoints: list[Record] = field(default_factory=list)
     memory: list[Record] = field(default_factory=list)
     starts: list[Record] = field(default_factory=list)
@@ -127,6 +130,8 @@ def _file(history: History, record: Record) -> None:
         history.steps.append(record)
     elif "validation_loss" in record:
         history.validations.append(record)
+    elif any(key.startswith(TASKS) for key in record):
+        history.tasks.append(record)
     elif "checkpoint_s" in record:
         history.checkpoints.append(record)
     elif "parameters_memory_bytes" in record:

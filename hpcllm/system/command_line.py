@@ -99,11 +99,9 @@ class Parser(argparse.ArgumentParser):
         usage = self.format_usage().rstrip()
         if usage.count("\n") < MOST_USAGE_LINES:
             return usage
-        needed = [
-            f"{'/'.join(a.option_strings)} {a.metavar or a.dest.upper()}"
-            for a in self._get_optional_actions()
-            if a.required
-        ]
+        needed = [_spelled(a) for a in self._get_optional_actions() if a.required]
+        choices = [group._group_actions for group in self._mutually_exclusive_groups if group.required]
+        needed += [f"({' | '.join(map(_spelled, actions))})" for actions in choices]
         words = [str(self._get_formatter()._format_args(a, a.dest)) for a in self._get_positional_actions()]
         return " ".join(["usage:", self.prog, *needed, "[OPTIONS]", *words]) + f"   (all: {self.prog} --help)"
 
@@ -143,6 +141,11 @@ class Parser(argparse.ArgumentParser):
         following = extra[place] if place < len(extra) and not extra[place].startswith("-") else ""
         key = key_meant(word, key_names())
         return f"; did you mean --set {key}={value or following or 'VALUE'}?" if key else ""
+
+
+def _spelled(action: argparse.Action) -> str:
+    """Write an option with its value, as in a usage line."""
+    return f"{'/'.join(action.option_strings)} {action.metavar or action.dest.upper()}"
 
 
 def run_command(parser: Callable[[Sequence[str]], Parser], argv: Sequence[str]) -> int:

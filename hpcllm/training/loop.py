@@ -37,6 +37,7 @@ from hpcllm.training.saving import open_saving
 from hpcllm.training.setup import RunContext, open_run
 from hpcllm.training.step import Agreed, agree, compare_replicas, forward_backward, not_finite, update
 from hpcllm.training.summary import Summary
+from hpcllm.training.task_figures import TaskFigures, open_tasks
 
 
 def train(
@@ -59,7 +60,7 @@ def train(
         ExitStack() as stack,
     ):
         config, lock = run.config, stack.enter_context(lock_run(world, run.run_folder, restart))
-        step, position, found = resume(run)
+        tasks, (step, position, found) = open_tasks(run), resume(run)
         log = _open_log(run, step, wide, stack)
         accounting = stack.enter_context(open_accounting(run, log, step))
         saving = stack.enter_context(open_saving(run, lock, log, found))
@@ -96,9 +97,10 @@ def train(
             if is_last or _is_due(step, config.log.every_steps):
                 _log_step(run, log, pace, accounting, step, agreed, rate)
             validation = None
-            if not requests.stop and (is_last or _is_due(step, config.log.validation_every_steps)):
+            if not requests.stop and _is_measured(config, step, is_last):
                 with listener.timing_validation():
-                    validation = checked = _validate(run, log, accounting, traffic, step)
+                    validation = _measure(run, tasks, log, accounting, traffic, step, is_last)
+                checked = validation or checked
             if is_last or requests.save or _is_due(step, config.checkpoint.every_steps):
                 saving.save(step, position, validation.loss if validation else None, goes_on=not is_last)
                 accounting.timer.end("checkpoint")
@@ -202,3 +204,28 @@ def _validate(
     if log and result:
         log.validation({"step": step, **result.as_dict()})
     return result
+
+
+def _is_measured(config: Config, step: int, is_last: bool) -> bool:
+    return is_last or _is_due(step, config.log.validation_every_steps) or _is_due(step, config.evaluation.every_steps)
+
+
+def _measure(
+    run: RunContext,
+    tasks: TaskFigures | None,
+    log: Log | None,
+    accounting: Accounting,
+    traffic: TrafficCounter,
+    step: int,
+    is_last: bool,
+) -> Validation | None:
+    """Measure what is due after a step: the held-out loss, the tasks. Collective over the mesh."""
+    validation = None
+    if is_last or _is_due(step, run.config.log.validation_every_steps):
+        validation = _validate(run, log, accounting, traffic, step)
+    if tasks and (is_last or _is_due(step, run.config.evaluation.every_steps)):
+        run.optimizer.settle()
+        with traffic.paused():  # its messages are no step's
+            tasks.measure(log, step)
+        accounting.timer.end("validation")
+    return validation

@@ -49,7 +49,7 @@ MISTAKES = [  # command line, words of the answer; the exit code is 2
     ("perf allreduce --szies 1K", "did you mean --sizes?"),
     ("perf p2p --check", "usage: hpcllm perf p2p"),
     ("prepare text.txt", "required: --output"),
-    ("generate run.toml", "required: --prompt"),
+    ("generate run.toml", "one of the arguments --prompt --prompts is required"),
     # a name that is near to a valid one
     ("plan --machine frontir --model gpt3-175b --devices 64 --global-batch 64", "did you mean frontier?"),
     ("plan --machine frontier --model gpt3-175 --devices 64 --global-batch 64", "did you mean gpt3-175b?"),
@@ -133,7 +133,7 @@ MISTAKES = [  # command line, words of the answer; the exit code is 2
     ("plan run.toml", "this command reads no run file"),
     ("memory run.toml run.toml", "unrecognized arguments: run.toml"),
     ("generate empty --prompt x --steps 5", "did you mean --tokens?"),
-    ("generate empty --prompt", "--prompt PROMPT [OPTIONS]"),
+    ("generate empty --prompt", "(--prompt PROMPT | --prompts FILE) [OPTIONS]"),
     ("checkpoint inspect empty --ranks 4", "those that mpirun -n N or srun starts"),
     ("preflight run.toml --np 4", "those that mpirun -n N or srun starts"),
     # values: spaces, units, exponents

@@ -5,56 +5,29 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from mpi4py import MPI
+from small_models import ENCODER, TOKENIZER, checkpoint_of
 
 from hpcllm.checkpoint.archive import compress
 from hpcllm.checkpoint.reader import Checkpoint
-from hpcllm.checkpoint.state import RunState, Shards, save
 from hpcllm.cli.main import main
-from hpcllm.config.schema import MeshConfig, ModelConfig, from_tables, to_tables
-from hpcllm.data import tokenizer as bpe
+from hpcllm.config.schema import MeshConfig, ModelConfig
 from hpcllm.errors import CheckpointError, ConfigError, DataError, MeshError
-from hpcllm.inference.generate import continue_prompt, load_decoder
+from hpcllm.inference.complete import BatchSettings
+from hpcllm.inference.generate import Place, TextSettings, continue_prompt, load_decoder
 from hpcllm.model.initialisation import build
-from hpcllm.model.shapes import parameter_shapes, split_layers
+from hpcllm.model.sampling import Sampling
+from hpcllm.model.shapes import split_layers
 from hpcllm.mpi.mesh import open_mesh
-from hpcllm.optim.flat_buffers import Piece
 from hpcllm.system.device import torch_dtype
 from hpcllm.system.job import SIZE_VARIABLES, launched_ranks
 
-TOKENIZER = bpe.train(["abc"], 257)  # every byte is a token of its own, so a character takes up to four
-ENCODER = bpe.Encoder(TOKENIZER)
 CYCLE = "é🚀中a"  # no two of its bytes are equal, so each byte has one successor
-
-
-def checkpoint_of(
-    folder: Path, model: ModelConfig, weights=None, tokenizer: str = TOKENIZER, dtype=torch.float32
-) -> Path:
-    """A checkpoint written by this process alone; `weights` changes the decoder's parameters in place."""
-    decoder = build(model, split_layers(model, 1)[0], seed=4, dtype=dtype)
-    if weights:
-        with torch.no_grad():
-            weights(dict(decoder.named_parameters()))
-    parameters = {name: p.detach() for name, p in decoder.named_parameters()}
-    tables = to_tables(from_tables({"data": {"sequence_length": 8}}))
-    state = RunState(
-        step=1,
-        position=0,
-        updates=1,
-        config=tables | {"model": {k: getattr(model, k) for k in tables["model"]}},
-        pieces=[Piece("model", name, 0, p.numel(), p.view(-1)) for name, p in parameters.items()],
-        shards=Shards(parameter_shapes(model)),
-        owned=frozenset(parameters),
-        fingerprint="f0",
-        tokenizer_json=tokenizer,
-        mesh={"dp": 1, "pp": 1, "tp": 1},
-    )
-    return save(folder, state, MPI.COMM_SELF).path
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +57,14 @@ def cycling_model(tmp_path_factory) -> Path:
     return checkpoint_of(tmp_path_factory.mktemp("cycle"), model, look_up)
 
 
-def text(path: Path, prompt: str = "a", tokens: int = 20, temperature=1.0, top_k=0, seed=0, **more) -> str:
-    return "".join(continue_prompt(path, prompt, tokens, temperature, top_k, seed, **more))
+def settings(tokens: int = 20, temperature=1.0, top_k=0, seed=0, **more) -> TextSettings:
+    kinds = {field.name for field in fields(Sampling)}
+    sampling = Sampling(temperature, top_k, **{key: more.pop(key) for key in kinds & set(more)})
+    return TextSettings(sampling, BatchSettings(tokens, **more.pop("batch", {})), seed, **more)
+
+
+def text(path: Path, prompt: str = "a", precision="fp32", mesh=None, **more) -> str:
+    return "".join(continue_prompt(path, prompt, settings(**more), Place(precision, mesh=mesh)))
 
 
 def sharpen(parameters) -> None:
@@ -226,10 +205,10 @@ def greedy_text_of_transformers(folder: Path, prompt: str, tokens: int) -> str:
 @pytest.mark.parallel([2])
 def test_a_folder_of_weights_says_what_transformers_says(comm, shared_path):
     want = comm.bcast(greedy_text_of_transformers(shared_path, "abc", 40) if comm.rank == 0 else None)
-    assert text(shared_path, "abc", 40, temperature=0.0) == want
+    assert text(shared_path, "abc", tokens=40, temperature=0.0) == want
     for axis in ("tp", "pp"):
         with open_mesh(comm, MeshConfig(dp=1, **{axis: comm.size})) as mesh:
-            assert text(shared_path, "abc", 40, temperature=0.0, mesh=mesh) == want
+            assert text(shared_path, "abc", tokens=40, temperature=0.0, mesh=mesh) == want
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)
@@ -249,7 +228,7 @@ def test_weights_of_any_type_are_computed_with_in_the_type_that_is_requested(tmp
 def test_characters_of_many_tokens_come_out_whole(cycling_model):
     endless = (CYCLE * 3).encode()
     for tokens in range(25):
-        pieces = list(continue_prompt(cycling_model, "a", tokens, 0.0, 0, 0))
+        pieces = list(continue_prompt(cycling_model, "a", settings(tokens, 0.0), Place()))
         assert "".join(pieces) == endless[:tokens].decode(errors="replace")
         assert "\ufffd" not in "".join(pieces[:-1])  # only the end can cut a character
 
@@ -286,39 +265,49 @@ def test_a_prompt_longer_than_the_window_is_continued(cycling_model):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
-    [({"temperature": -1.0}, "temperature"), ({"temperature": np.nan}, "temperature"), ({"top_k": -1}, "top_k")],
+    ("wrong", "said"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": np.nan}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"tokens": -1}, "tokens"),
+        ({"samples": 0}, "samples"),
+        ({"stops": ("",)}, "stop string is empty"),
+    ],
 )
-def test_settings_out_of_range_are_rejected(random_model, settings, said):
+def test_settings_out_of_range_are_rejected(random_model, wrong, said):
     with pytest.raises(ConfigError, match=said):
-        text(random_model, **settings)
+        text(random_model, **wrong)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 10**30])
 def test_a_seed_out_of_range_is_rejected(random_model, seed):
     with pytest.raises(ConfigError, match="seed"):
-        continue_prompt(random_model, "a", 1, 1.0, 0, seed)
+        continue_prompt(random_model, "a", settings(1, seed=seed), Place())
 
 
 def test_a_prompt_that_is_not_utf8_is_rejected(random_model):
     with pytest.raises(DataError, match="UTF-8"):
-        continue_prompt(random_model, b"ab\xff".decode("utf-8", "surrogateescape"), 1, 1.0, 0, 0)
+        continue_prompt(random_model, b"ab\xff".decode("utf-8", "surrogateescape"), settings(1), Place())
 
 
 def test_mistakes_are_said_before_the_first_piece_is_asked_for(tmp_path, random_model):
     missing = tmp_path / "no such.h5"
     with pytest.raises(DataError, match="no such"):
-        continue_prompt(missing, "a", 1, 1.0, 0, 0)
+        continue_prompt(missing, "a", settings(1), Place())
     damaged = tmp_path / "damaged.h5"
     content = bytearray(random_model.read_bytes())
     content[100] ^= 1  # in the block that guards all tables
     damaged.write_bytes(content)
     with pytest.raises(CheckpointError, match="damaged"):
-        continue_prompt(damaged, "a", 1, 1.0, 0, 0)
+        continue_prompt(damaged, "a", settings(1), Place())
 
 
 def test_a_checkpoint_without_a_tokenizer_cannot_read_a_prompt(tmp_path):
     model = ModelConfig(layers=1, hidden=8, heads=2, ffn=8, vocabulary=50, max_sequence=16)
     path = checkpoint_of(tmp_path, model, tokenizer="")
     with pytest.raises(CheckpointError, match="holds no tokenizer"):
-        continue_prompt(path, "a", 1, 1.0, 0, 0)
+        continue_prompt(path, "a", settings(1), Place())

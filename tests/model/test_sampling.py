@@ -1,157 +1,124 @@
-"""Laws of sampling that hold for any model: greedy limits, windows, seeds, refusals."""
+"""Laws of sampling that hold for any logits: frequencies, greedy limits, seeds, what settings leave out, refusals."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hpcllm.errors import NonFiniteError, UserError
-from hpcllm.model.attention import KeyValueCache
-from hpcllm.model.initialisation import build
-from hpcllm.model.sampling import TokenSampler, check_prompt, check_settings, generate, local_next_token
-from tests.model.variants import VARIANTS, random_tokens, whole
+from hpcllm.model.sampling import Sampling, check_prompt, draw, seed_of, uniform
 
-PROMPT = [3, 1, 4, 1, 5]
-
-
-@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS.keys())
-def decoder(request):
-    model = build(request.param, whole(request.param), seed=2)
-    with torch.no_grad():  # sharper than at the start of training, so that contexts differ in their answer
-        for weight in model.parameters():
-            if weight.dim() == 2:
-                weight *= 20
-    return model
+LOGITS = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0, 2.9])
+SETTINGS = {
+    "all": Sampling(1.0, 0),
+    "hot": Sampling(3.0, 0),
+    "cold": Sampling(0.5, 0),
+    "top k": Sampling(1.0, 3),
+    "top p": Sampling(1.0, 0, top_p=0.7),
+    "top k, then p": Sampling(0.7, 4, top_p=0.9),
+    "min p": Sampling(1.0, 0, min_p=0.1),
+    "all of them": Sampling(1.5, 5, top_p=0.95, min_p=0.05, repetition_penalty=1.3),
+}
 
 
-def drawing(decoder, temperature, top_k=0, seed=0) -> TokenSampler:
-    return TokenSampler(temperature, top_k, decoder.model.vocabulary, torch.Generator().manual_seed(seed))
+def marks(count: int) -> list[float]:
+    return [(place + 0.5) / count for place in range(count)]
 
 
-def sample(decoder, new_tokens=30, temperature=1.0, top_k=0, seed=0, stops=(), prompt=PROMPT):
-    check_settings(new_tokens, temperature, top_k)
-    check_prompt(prompt, decoder.model.vocabulary)
-    next_token = local_next_token(decoder, drawing(decoder, temperature, top_k, seed), len(prompt) + new_tokens)
-    return list(generate(next_token, prompt, new_tokens, decoder.model.max_sequence, stops))
+def shares(logits: torch.Tensor, settings: Sampling, history=(), n: int = 2000) -> torch.Tensor:
+    """Share of each token among draws whose numbers are spread evenly: exact to 1 / n a token."""
+    drawn = draw(logits.expand(n, -1), settings, marks(n), [history] * n)
+    return torch.bincount(torch.tensor(drawn), minlength=len(logits)) / n
+
+
+def wanted(logits: torch.Tensor, settings: Sampling, history=()) -> torch.Tensor:
+    """Probabilities that transformers' processors leave."""
+    scores = logits[None].clone()
+    if history:
+        penalty = transformers.RepetitionPenaltyLogitsProcessor(settings.repetition_penalty)
+        scores = penalty(torch.tensor([history]), scores)
+    steps = [transformers.TemperatureLogitsWarper(settings.temperature)]
+    steps += [transformers.TopKLogitsWarper(settings.top_k)] if settings.top_k else []
+    steps += [transformers.TopPLogitsWarper(settings.top_p)] if settings.top_p < 1 else []
+    steps += [transformers.MinPLogitsWarper(settings.min_p)] if settings.min_p else []
+    for step in steps:
+        scores = step(None, scores)
+    return scores[0].softmax(-1)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("seed", range(4))
+def test_frequencies_are_the_probabilities_that_transformers_leaves(name, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = LOGITS if seed == 0 else 2 * torch.randn(40, generator=generator)
+    history = [3, 1, 3] if SETTINGS[name].repetition_penalty != 1 else []
+    want = wanted(logits, SETTINGS[name], history)
+    got = shares(logits, SETTINGS[name], history)
+    assert ((got > 0) <= (want > 0)).all()
+    torch.testing.assert_close(got, want, rtol=0, atol=1.5 / 2000)
+
+
+@given(st.lists(st.integers(-400, 400), min_size=2, max_size=30, unique=True), st.data())
+def test_a_token_does_not_depend_on_the_rows_beside_it(numbers, data):
+    logits = torch.tensor(numbers) / 100
+    settings = data.draw(st.sampled_from(list(SETTINGS.values())))
+    rows = torch.stack([logits.roll(place) for place in range(len(numbers))])
+    histories = [[place % len(numbers)] for place in range(len(rows))]
+    together = draw(rows, settings, marks(len(rows)), histories)
+    alone = [draw(rows[i : i + 1], settings, marks(len(rows))[i : i + 1], [histories[i]])[0] for i in range(len(rows))]
+    assert together == alone
+
+
+@pytest.mark.parametrize("settings", [Sampling(1.0, 1), Sampling(1e-30, 0), Sampling(1e-320, 50), Sampling(0.0),
+                                      Sampling(1.0, 0, top_p=1e-9), Sampling(1.0, 0, min_p=1.0)])  # fmt: skip
+def test_the_limits_of_all_settings_are_the_likeliest_token(settings):
+    assert set(draw(LOGITS.expand(50, -1), settings, marks(50), [()] * 50)) == {3}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_of_any_type_are_drawn_from(dtype):
+    assert set(draw(LOGITS.to(dtype).expand(50, -1), Sampling(1.0, 2), marks(50), [()] * 50)) == {3, 5}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_no_numbers_are_said(value, temperature):
-    logits = torch.tensor([0.0, value, 1.0])
+    logits = torch.tensor([[0.0, 2.0, 1.0], [0.0, value, 1.0]])
     with pytest.raises(NonFiniteError, match="the logits of the next token are not finite"):
-        TokenSampler(temperature, 0, 3, torch.Generator()).token(logits)
+        draw(logits, Sampling(temperature, 0), [0.5, 0.5], [(), ()])
 
 
-def test_cached_logits_are_those_of_a_whole_pass(decoder):
-    """However the tokens are cut: each new piece sees those before it, and nothing else has changed."""
-    model = decoder.model
-    tokens = random_tokens(model, 2, model.max_sequence, seed=3)
-    with torch.no_grad():
-        whole = decoder(tokens)
-        for cuts in ([1] * model.max_sequence, [5, 1, 1, 3, 7], [16, 1], [1, 16], [17]):
-            shape = (2, model.max_sequence, model.key_value_heads, model.head_dim)
-            cache = KeyValueCache(range(model.layers), shape, torch.empty(0))
-            pieces = [decoder(piece, cache=cache) for piece in tokens.split(cuts, dim=1)]
-            assert cache.length == model.max_sequence
-            torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-5 * float(whole.abs().max()))
-
-
-def test_a_read_token_costs_one_token(decoder):
-    """What reaches the layers after the prompt is one token long, but where a full cache is read afresh."""
-    lengths = []
-    decoder.blocks["0"].register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
-    sample(decoder, new_tokens=30)
-    half, whole = decoder.model.max_sequence // 2, decoder.model.max_sequence
-    full = [half, *[1] * (whole - half)]
-    assert lengths == [len(PROMPT), *[1] * (whole - len(PROMPT)), *full, *full][:30]
-
-
-def contexts(prompt, tokens, window):
-    """What each token is drawn from: all that was read since the cache was last full."""
-    start = max(0, len(prompt) - window)
-    for end in range(len(prompt), len(prompt) + len(tokens)):
-        if end - start > window:
-            start = end - max(window // 2, 1)
-        yield [*prompt, *tokens][start:end]
-
-
-@pytest.mark.parametrize("prompt", [PROMPT, PROMPT * 5], ids=["short", "longer than the window"])
-def test_temperature_zero_is_the_argmax_of_what_was_read(decoder, prompt):
-    tokens = sample(decoder, new_tokens=40, temperature=0.0, prompt=prompt)  # the cache is full more than once
-    assert len(tokens) == 40 > 2 * decoder.model.max_sequence
-    for token, context in zip(tokens, contexts(prompt, tokens, decoder.model.max_sequence), strict=True):
-        with torch.no_grad():
-            assert token == decoder(torch.tensor([context]))[0, -1].argmax()
-
-
-def test_any_window_goes_on():
-    """Of a stand-in for a model: what is read never exceeds the window, is never empty and ends with the newest."""
-    for window in range(1, 9):
-        read = []
-
-        def next_token(tokens, afresh, read=read):
-            read[:] = tokens if afresh else [*read, *tokens]
-            return read[-1] + 1
-
-        for length in (1, window, window + 3):
-            tokens = []
-            for token in generate(next_token, list(range(length)), 30, window):
-                assert 0 < len(read) <= window
-                tokens.append(token)
-            assert tokens == list(range(length, length + 30))
-
-
-def test_one_candidate_and_a_tiny_temperature_are_the_argmax(decoder):
-    greedy = sample(decoder, temperature=0.0)
-    assert sample(decoder, top_k=1) == greedy
-    assert sample(decoder, temperature=1e-30) == greedy
-    assert sample(decoder, temperature=1e-320) == greedy
-
-
-def test_seed_repeats_and_another_differs(decoder):
-    assert sample(decoder, temperature=2.0) == sample(decoder, temperature=2.0)
-    assert sample(decoder, temperature=2.0) != sample(decoder, temperature=2.0, seed=1)
-
-
-def test_stop_ends_before_it_is_yielded(decoder):
-    free = sample(decoder, temperature=2.0)
-    for stops in ({free[10]}, {free[10], free[4]}, {free[10], -1}):
-        end = min(map(free.index, stops & set(free)))
-        assert sample(decoder, temperature=2.0, stops=stops) == free[:end]
-
-
-def test_caller_keeps_its_prompt_and_gradients(decoder):
-    prompt = list(PROMPT)
-    sample(decoder, prompt=prompt)
-    assert prompt == PROMPT
-    assert torch.ones(1, requires_grad=True).exp().requires_grad
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-@pytest.mark.parametrize("top_k", [0, 3, 100])
-def test_frequencies_are_those_of_the_tempered_softmax(temperature, top_k):
-    logits = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0])
-    scaled = logits / temperature
-    if top_k:
-        scaled = scaled.masked_fill(scaled < scaled.topk(min(top_k, 5)).values[-1], float("-inf"))
-    want = scaled.softmax(-1)
-    drawn, n = TokenSampler(temperature, top_k, 5, torch.Generator().manual_seed(0)), 4000
-    counts = torch.bincount(torch.tensor([drawn.token(logits) for _ in range(n)]), minlength=5)
-    assert ((counts / n - want).abs() <= 5 * (want * (1 - want) / n).sqrt()).all()
+def test_numbers_of_seeds_are_spread_evenly_and_differ():
+    found = [uniform(seed_of(0, step, prompt, sample), place)
+             for step in range(5) for prompt in range(5) for sample in range(8) for place in range(10)]  # fmt: skip
+    assert len(set(found)) == len(found) == 2000
+    assert 0 < min(found) < max(found) < 1
+    counts = torch.histc(torch.tensor(found), 10, 0, 1)
+    assert ((counts - 200).abs() < 5 * (200 * 0.9) ** 0.5).all()
+    assert len({seed_of(1, 23), seed_of(12, 3), seed_of(123), seed_of(1, 2, 3)}) == 4
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"prompt": []}, "no tokens"),
-        ({"prompt": [1, 61]}, "token 61 .* 0 to 60"),
         ({"temperature": -0.1}, "temperature = -0.1"),
         ({"temperature": float("nan")}, "temperature = nan"),
         ({"top_k": -1}, "top_k = -1"),
-        ({"new_tokens": -1}, "new_tokens = -1"),
+        ({"top_p": 0.0}, "top_p = 0.0"),
+        ({"top_p": float("nan")}, "top_p = nan"),
+        ({"min_p": 1.1}, "min_p = 1.1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0"),
     ],
 )
-def test_refusals_name_the_value(decoder, wrong, says):
+def test_refusals_name_the_value(wrong, says):
     with pytest.raises(UserError, match=says):
-        sample(decoder, **wrong)
+        Sampling(**wrong).check()
+
+
+@pytest.mark.parametrize(("prompt", "says"), [([], "no tokens"), ([1, 61], "token 61 .* 0 to 60")])
+def test_a_prompt_that_cannot_be_read_is_rejected(prompt, says):
+    with pytest.raises(UserError, match=says):
+        check_prompt(prompt, 61)

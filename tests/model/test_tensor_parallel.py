@@ -13,7 +13,6 @@ from hpcllm import collectives
 from hpcllm.collectives import group_of
 from hpcllm.config.schema import ModelConfig
 from hpcllm.model import eager, tensor_parallel
-from hpcllm.model.attention import KeyValueCache
 from hpcllm.model.initialisation import build
 from hpcllm.model.linear import DeferredGradients
 from hpcllm.model.loss import IGNORED, cross_entropy_sum
@@ -21,7 +20,7 @@ from hpcllm.model.shapes import shard_of, split_dim
 from hpcllm.model.tensor_parallel import TensorParallel, has_partial_gradient
 from hpcllm.model.transformer import Decoder
 from hpcllm.mpi.wait import Waits
-from tests.model.variants import VARIANTS, random_tokens, stirred, whole
+from tests.model.variants import VARIANTS, cached_logits, random_tokens, stirred, whole
 
 BATCH, LENGTH, SCALE = 2, 12, 0.25
 LIMIT_S = 60.0
@@ -248,11 +247,8 @@ def test_a_cache_gives_the_logits_of_the_whole_sequence(comm, name):
     model = sized(name, comm.size)
     decoder = shard(model, share(comm, sequence=False))
     tokens, _ = samples(model)
-    shape = (BATCH, LENGTH, model.key_value_heads // comm.size, model.head_dim)
-    cache = KeyValueCache(range(model.layers), shape, torch.empty(0))
-    with torch.inference_mode():
-        pieces = [decoder(tokens[:, start:end], cache=cache) for start, end in ((0, 5), (5, 6), (6, 7), (7, 12))]
-    logits = torch.cat(comm.allgather(torch.cat(pieces, dim=1)), dim=-1)
+    pieces = cached_logits(decoder, tokens, [(0, 5), (5, 6), (6, 7), (7, 12)])
+    logits = torch.cat(comm.allgather(pieces), dim=-1)
     torch.testing.assert_close(logits, alone(model)[1], rtol=1e-5, atol=1e-5)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hpcllm.config.schema import ModelConfig
+from hpcllm.model.paged_cache import BlockPool, CachedPass, PagedCache, blocks_for
 from hpcllm.model.shapes import StageSpan
 from hpcllm.model.transformer import Decoder
 
@@ -51,3 +54,24 @@ def stirred(decoder: Decoder) -> Decoder:
             generator.manual_seed(sum(name.encode()))
             weight += 0.1 * torch.randn(weight.shape, generator=generator)
     return decoder
+
+
+def cached_logits(decoder: Decoder, tokens: torch.Tensor, cuts: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Logits (B, T, V) of rows of tokens (B, T) that are read in pieces: all rows' pieces of a cut in one pass.
+
+    Blocks are handed out by turns, so that those of a row lie apart.
+    """
+    rows, model = len(tokens), decoder.model
+    pool = BlockPool(rows * blocks_for(tokens.shape[1]))
+    heads = model.key_value_heads // decoder.tp.size
+    like = torch.empty(0, dtype=decoder.dtype, device=decoder.device)
+    cache = PagedCache(map(int, decoder.blocks), pool.blocks, heads, model.head_dim, like)
+    tables: list[list[int]] = [[] for _ in range(rows)]
+    found = []
+    for start, end in cuts:
+        assert all(pool.grow(table, end) for table in tables)
+        here = CachedPass(cache, [start] * rows, [end - start] * rows, tables, model.window)
+        with torch.inference_mode():
+            row = tokens[:, start:end].reshape(1, -1)
+            found.append(decoder.logits(decoder.hidden_states(row, cache=here)).view(rows, end - start, -1))
+    return torch.cat(found, 1)

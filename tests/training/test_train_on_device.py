@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from hpcllm.config.schema import Config, MeshConfig
 from hpcllm.errors import ConfigError
-from hpcllm.inference.generate import continue_prompt
+from hpcllm.inference.complete import BatchSettings
+from hpcllm.inference.generate import Place, TextSettings, complete
 from hpcllm.mpi.mesh import open_mesh
 from hpcllm.system.job import StopSignals
 from hpcllm.training import loop as train_module
@@ -110,6 +111,12 @@ def logged(config: Config) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def said(path: Path, place: Place) -> dict[int, str]:
+    """Texts of prompts of unequal lengths."""
+    settings = TextSettings(batch=BatchSettings(tokens=20), seed=1)
+    return {each.prompt: each.text for each in complete(path, ["alpha", "b " * 20], settings, place)}
+
+
 @pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize("tables", [{}, {"precision": {"compute": "bf16"}, "optimizer": {"shard": "states"}}])
 def test_a_checkpoint_goes_from_the_cpu_to_the_device_and_back(comm, shared_path, tables):
@@ -129,8 +136,7 @@ def test_a_checkpoint_goes_from_the_cpu_to_the_device_and_back(comm, shared_path
     there = next(r for r in logged(runs[0]) if r["step"] == 6 and "memory_gb" in r)
     assert 0 < there["memory_gb"] < there["host_memory_gb"]  # a small model, and an interpreter with its libraries
     if comm.rank == 0:
-        told = {device: "".join(continue_prompt(Path(shared_path) / "there", "alpha", 20, 0.8, 20, 1, device=device))
-                for device in ("cpu", "gpu", "auto")}  # fmt: skip
+        told = {device: said(Path(shared_path) / "there", Place(device=device)) for device in ("cpu", "gpu", "auto")}
         assert told["cpu"] == told["gpu"] == told["auto"]
     comm.Barrier()
 
@@ -139,10 +145,10 @@ def test_a_checkpoint_goes_from_the_cpu_to_the_device_and_back(comm, shared_path
 def test_ranks_that_share_a_model_say_what_one_process_says(comm, shared_path):
     config = part(shared_path, "a", "gpu", 2, {"model": {"layers": 4}}, comm)
     path = Path(config.run.folder) / "a"
-    alone = "".join(continue_prompt(path, "alpha", 12, 0.8, 20, 1, device="cpu"))
+    alone = said(path, Place(device="cpu"))
     for tp in (1, 2):
         with open_mesh(comm, MeshConfig(dp=1, pp=comm.size // tp, tp=tp)) as mesh:
-            assert "".join(continue_prompt(path, "alpha", 12, 0.8, 20, 1, device="gpu", mesh=mesh)) == alone
+            assert said(path, Place(device="gpu", mesh=mesh)) == alone
 
 
 @pytest.mark.parallel([1, 2])

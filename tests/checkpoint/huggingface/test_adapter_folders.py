@@ -22,7 +22,7 @@ from hpcllm.checkpoint.state import RunFacts
 from hpcllm.checkpoint.writer import prepare, write
 from hpcllm.config.schema import AdapterConfig, ModelConfig
 from hpcllm.errors import ConfigError, HpcllmError, HuggingFaceError
-from hpcllm.inference.generate import _load
+from hpcllm.inference.generate import load_model
 from hpcllm.model.initialisation import allocate
 from hpcllm.model.shapes import adapter_shapes, parameter_shapes
 from tests.checkpoint.huggingface import families
@@ -93,7 +93,7 @@ def test_merged_weights_compute_in_transformers_what_the_run_computed(name, held
     convert(path, tmp_path / "merged", None)
     close(theirs(tmp_path / "merged"), want)
     with torch.no_grad():
-        decoder = _load(path, path.is_dir(), torch.float32, torch.device("cpu"), None)  # as `generate` does
+        decoder = load_model(path, path.is_dir(), torch.float32, torch.device("cpu"), None)  # as `generate` does
         close(decoder(families.tokens()), want)
     convert(tmp_path / "base.h5", tmp_path / "plain", None)
     assert (theirs(tmp_path / "plain") - want).abs().max() > 0.05 * want.abs().max()  # adapters matter

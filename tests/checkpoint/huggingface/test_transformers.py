@@ -16,11 +16,14 @@ from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.state import facts
 from hpcllm.config.schema import from_tables
 from hpcllm.data import tokenizer as bpe
-from hpcllm.inference.generate import continue_prompt, load_decoder
+from hpcllm.inference.complete import BatchSettings
+from hpcllm.inference.generate import Place, TextSettings, continue_prompt, load_decoder
+from hpcllm.model.sampling import Sampling
 from tests.checkpoint.huggingface import families
 from tests.checkpoint.huggingface.ours import checkpoint_of
 from tests.model.variants import VARIANTS
 
+GREEDY = TextSettings(Sampling(temperature=0.0), BatchSettings(tokens=9))
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
@@ -102,5 +105,5 @@ def test_our_tokenizer_is_loaded_too(tmp_path):
     told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").generation_config
     assert told.eos_token_id == encoder.end_of_text
     convert(tmp_path / "theirs", tmp_path / "again.h5", MPI.COMM_SELF)
-    said = ["".join(continue_prompt(tmp_path / name, text, 9, 0.0, 0, 0)) for name in ("ours.h5", "again.h5")]
+    said = ["".join(continue_prompt(tmp_path / name, text, GREEDY, Place())) for name in ("ours.h5", "again.h5")]
     assert said[0] == said[1] != ""
