@@ -85,6 +85,7 @@ if rank in map(int, sys.argv[1:]):
 @pytest.mark.skipif(
     MPI.get_vendor()[0] != "MPICH", reason="Open MPI's mpirun ends by itself, or is ended, after an abort"
 )
+@pytest.mark.full(reason="waits for a quarter of a minute whether something ends")
 def test_a_rank_that_is_stopped_after_it_has_left_mpi_does_not_keep_mpirun(tmp_path):
     assert left_with(tmp_path / "said", "1", "2") not in (0, None)
     found = re.search(r"all other ranks have ended.* killed:((?: \d+)+)", (tmp_path / "said").read_text())
