@@ -106,7 +106,7 @@ def test_what_waits_is_used_up_by_the_first_forward_pass(comm):
         left = [len(weights._late)]
         decoder = run.engine.chunks[0].decoder
         with torch.inference_mode():
-            x = decoder._embed(torch.zeros(1, 4, dtype=torch.int64), 0, None)
+            x = decoder._embed(torch.zeros(1, 4, dtype=torch.int64), None)
             left.append(len(weights._late))
             for number in decoder.blocks:
                 weights.before_unit(f"blocks.{number}", x)
