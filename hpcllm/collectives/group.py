@@ -167,18 +167,28 @@ def group_of(comm: MPI.Intracomm | Group) -> Group:
     """The Group that is kept with comm; made if this is the first call, which is then collective over comm."""
     if isinstance(comm, Group):
         return comm
+    asked, group = _latest[0]
+    if group and comm is asked:  # to ask MPI for an attribute takes as long as all checks of a small call
+        return group
     kept = comm.Get_attr(_KEY)
     if isinstance(kept, Group):
-        return kept
-    group = make_group(comm)
-    comm.Set_attr(_KEY, group)
+        group = kept
+    else:
+        group = make_group(comm)
+        comm.Set_attr(_KEY, group)
+    _latest[0] = comm, group
     return group
 
 
 def _free_with(_comm: MPI.Comm, _key: int, group: Group) -> None:
     """MPI calls this when the caller's communicator is freed; at MPI_Finalize everything goes anyway."""
+    if _latest[0][1] is group:
+        _latest[0] = None, None
     if not MPI.Is_finalized():
         group.free()
 
 
 _KEY = MPI.Comm.Create_keyval(delete_fn=_free_with)
+_latest: list[tuple[MPI.Intracomm | None, Group | None]] = [
+    (None, None)
+]  # the communicator that was asked for last, and its Group

@@ -96,6 +96,22 @@ def test_tensors_that_stay_that_move_and_others_at_their_place(comm):
     group.free()
 
 
+@pytest.mark.parallel([1, 2])
+def test_communicators_that_take_turns_have_a_group_each_until_they_are_freed(comm):
+    one, other = comm.Dup(), comm.Dup()
+    groups = [group_of(each) for each in (one, other)]
+    assert groups[0] is not groups[1]
+    for _ in range(2):
+        assert [group_of(each) for each in (one, one, other)] == [groups[0], *groups]
+    one.Free()
+    with pytest.raises(MPI.Exception):
+        group_of(one)
+    assert group_of(other) is groups[1]
+    other.Free()
+    with pytest.raises(MPI.Exception):  # the one that was asked for last
+        group_of(other)
+
+
 @pytest.mark.parallel([2])
 def test_waits_with_a_limit_have_it_the_second_time_too(comm):
     """The short way to the library is for waits without one: its blocking call would wait for ever."""
