@@ -97,7 +97,7 @@ class Stage:
     words: Callable[[Path, Path], list[str]]  # of the common folder and the case's
     is_under_way: Callable[[Job, Path], bool]
     spread_s: float
-    left: str = ""  # what a job that failed must not leave under its name
+    left: str = ""  # what a job that failed leaves whole, because it was hit after that, or not at all
 
 
 def train_words(common: Path, folder: Path, every_steps: int, hidden: int = 32) -> list[str]:
@@ -107,7 +107,7 @@ def train_words(common: Path, folder: Path, every_steps: int, hidden: int = 32) 
 
 
 def prepare_words(common: Path, folder: Path) -> list[str]:
-    return ["prepare", f"{common / 'text'}", "--output", f"{folder / 'store.h5'}", "--vocabulary", "2000"]
+    return ["prepare", f"{common / 'text'}", "--output", f"{folder / 'prepared.h5'}", "--vocabulary", "2000"]
 
 
 def generate_words(common: Path, _: Path) -> list[str]:
@@ -130,7 +130,7 @@ def has_ranks(job: Job, _: Path) -> bool:
 STALL = ["--stall-s", f"{STALL_S}"]
 STAGES = {
     "start-up": Stage(lambda common, folder: train_words(common, folder, 0), has_ranks, 4.0),
-    "prepare": Stage(lambda *folders: prepare_words(*folders) + STALL, has_ranks, 6.0, "store.h5"),
+    "prepare": Stage(lambda *folders: prepare_words(*folders) + STALL, has_ranks, 6.0, "prepared.h5"),
     "train": Stage(
         lambda common, folder: train_words(common, folder, 0), lambda job, _: job.printed(r"^step +3/"), 2.0
     ),
@@ -186,6 +186,14 @@ def make_common(folder: Path) -> None:
         where.mkdir(exist_ok=True)
         one = ["--set=mesh.pp=1", "--set=run.steps=1"]
         alone([*train_words(folder, where, 0, hidden), *one])
+    for words in (prepare_words, convert_words):
+        alone(words(folder, folder))
+
+
+def bytes_of(path: Path) -> dict[str, bytes]:
+    """Return name -> content of a file, or of all files of a folder."""
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    return {str(each.relative_to(path)): each.read_bytes() for each in files}
 
 
 def alone(words: list[str]) -> subprocess.CompletedProcess[str]:
@@ -218,7 +226,7 @@ def hit(common: Path, mpi: str, stage: str, number: signal.Signals, rank: int, m
             code = None
         ended_s = round(time.monotonic() - hit_s, 1)
         case |= {"after_s": round(moment * plan.spread_s, 2), "ended_s": ended_s, "code": code}
-        return case | judge(plan, folder, job, code)
+        return case | judge(plan, common, folder, job, code)
 
 
 def came(job: Job, is_true: Callable[[], bool]) -> bool:
@@ -231,7 +239,7 @@ def came(job: Job, is_true: Callable[[], bool]) -> bool:
     return False
 
 
-def judge(plan: Stage, folder: Path, job: Job, code: int | None) -> dict[str, Any]:
+def judge(plan: Stage, common: Path, folder: Path, job: Job, code: int | None) -> dict[str, Any]:
     """Return what is wrong with the end of a job, and its last lines."""
     left_s = time.monotonic() + LEAVES_S
     while code is not None and (left := dict(processes_of(job.mark))) and time.monotonic() < left_s:
@@ -246,8 +254,8 @@ def judge(plan: Stage, folder: Path, job: Job, code: int | None) -> dict[str, An
         wrong.append("no words")
     if code is not None and left:
         wrong.append(f"{len(left)} processes left")
-    if plan.left and (folder / plan.left).exists():
-        wrong.append(f"{plan.left} was left")
+    if plan.left and (folder / plan.left).exists() and bytes_of(folder / plan.left) != bytes_of(common / plan.left):
+        wrong.append(f"{plan.left} was left half")
     if (folder / "run.toml").exists() and is_finished(folder):
         wrong.append("called finished")
     said = [line.strip() for line in output.splitlines() if WORDS.search(line)]

@@ -104,6 +104,7 @@ def start(program: Path, environment: dict[str, str]) -> subprocess.Popen:
     )
 
 
+@pytest.mark.full(reason="kernels compiled several times; a quarter of a minute")
 def test_ranks_that_start_together_or_have_no_folder_get_the_same(parent):
     """Two at once into a new folder, one with nowhere to write, then one from what the first two left."""
     program, own = parent / "program.py", {"TMPDIR": str(parent)}

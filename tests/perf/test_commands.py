@@ -111,6 +111,7 @@ def test_a_mistake_of_all_ranks_is_said_once():
     assert answer.stderr.count("hpcllm: error: --sizes '1Q' is no size") == 1
 
 
+@pytest.mark.full(reason="two jobs; a sixth of a minute")
 def test_two_ranks_give_json_alone_on_standard_output_and_a_picture(tmp_path):
     words = ["allreduce", "--sizes", "1K:4K", "--algorithms", "mpi,ring", "--codecs", "raw,bf16", "--check"]
     folder = tmp_path / "a folder"

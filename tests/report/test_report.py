@@ -53,6 +53,7 @@ def test_a_picture_differs_between_a_light_and_a_dark_page_in_its_ink_alone_and_
     assert len({figures.time_over_steps(run.history, progress(run.history, 8))[0].sources[0] for _ in range(2)}) == 1
 
 
+@pytest.mark.full(reason="three pages; a sixth of a minute")
 def test_what_a_user_named_is_shown_and_does_nothing(tmp_path):
     first = made_up.write(tmp_path / HOSTILE, run={"name": "r", "machine": "<b>"})
     second = made_up.write(tmp_path / f"_{HOSTILE}", seed=1.0)
@@ -315,6 +316,7 @@ def test_the_command_writes_where_it_says_and_json_says_the_same_numbers(tmp_pat
     assert main(["report", str(folder), "--output", str(tmp_path / "no folder" / "r.html")]) == 2
 
 
+@pytest.mark.full(reason="a run and two pages; a sixth of a minute")
 def test_a_run_that_ends_with_its_page_says_where_it_is_and_what_opens_it(tmp_path, monkeypatch):
     folder = made_up.write(tmp_path / "a run", steps=20)
     monkeypatch.setattr(sys, "platform", "linux")

@@ -76,6 +76,7 @@ def test_training_loads_no_more_than_it_did():
     assert {name for name in packages if not name.startswith("_")} <= BESIDE_TORCH
 
 
+@pytest.mark.full(reason="three starts of PyTorch under a tracer; half a minute on a slow machine")
 def test_imports_ask_little_of_the_file_system():
     """Two a module, of its source and of what packages look for themselves; plain imports make twice as many."""
     what = "import hpcllm.training.loop"

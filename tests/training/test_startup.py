@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from small_runs import store
 
 ONE_RUN = """
@@ -21,6 +22,7 @@ data = {{ store = {store!r}, sequence_length = 16, global_batch = 2 }}
 """
 
 
+@pytest.mark.full(reason="a run in a process of its own; a quarter of a minute")
 def test_a_run_loads_no_compiler_that_it_does_not_use(tmp_path):
     """PyTorch's takes two seconds of a core on each rank, and 800 files; innocent calls load it."""
     (tmp_path / "run.toml").write_text(RUN_FILE.format(store=str(store())))

@@ -208,6 +208,7 @@ print(report.bytes, 1024 * (kib("VmHWM") - before))
 """
 
 
+@pytest.mark.full(reason="a model of gigabytes; a quarter of a minute")
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak")
 def test_the_model_is_never_in_memory_as_a_whole(tmp_path):
     """130 MB through a process that grows by far less, both ways."""
