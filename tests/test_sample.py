@@ -145,7 +145,8 @@ def test_hypothesis_is_asked_for_fewer_examples(pytester):
     assert hypothesis.settings().max_examples == 100
 
 
-def test_left_tests_run_with_all_only(pytester):
+def test_left_tests_run_with_all_and_in_groups_that_are_named(pytester, monkeypatch):
+    monkeypatch.delenv("HPCLLM_TESTS", raising=False)
     pytester.makepyfile(
         """
         import pytest
@@ -161,6 +162,10 @@ def test_left_tests_run_with_all_only(pytester):
         assert least <= outcome["passed"] <= most
     listed = pytester.runpytest_inprocess("-p", "sampling", "--sample", "sample", "--list-left", "--collect-only")
     listed.stdout.fnmatch_lines(["*test_long: takes an hour", "1 of 2 functions run, with * of 26 cases"])
+    monkeypatch.setenv("HPCLLM_TESTS", "serial")
+    for level, least, most in ("sample", 6, 10), ("fast", 1, 1):
+        outcome = pytester.runpytest_inprocess("-p", "sampling", "--sample", level).parseoutcomes()
+        assert least <= outcome["passed"] <= most
 
 
 @pytest.mark.parametrize(

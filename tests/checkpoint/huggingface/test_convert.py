@@ -181,6 +181,7 @@ def test_a_damaged_checkpoint_writes_no_folder(ours, tmp_path):
     assert not list(tmp_path.glob("theirs*"))
 
 
+@pytest.mark.full(reason="several starts of PyTorch, a tenth of a minute")
 def test_one_process_converts_without_mpi(ours, tmp_path):
     program = (
         "import sys; from hpcllm.cli.main import main; code = main(['checkpoint', 'convert', *sys.argv[1:]]); "
