@@ -1,6 +1,6 @@
 """Laws of the house: how rooms import one another, what loads no MPI, and texts that are true.
 
-    cli -> preflight -> perf -> report -> training -> ... -> config -> codecs -> errors
+    cli -> course -> preflight -> perf -> report -> training -> ... -> config -> codecs -> errors
 
 Each room imports only from those below it, inside functions too, and nothing imports in a circle. What is used on a
 login node loads neither torch nor mpi4py. Docstrings stand alone, and the files that they name exist. What each room is
@@ -22,8 +22,8 @@ from hpcllm.config.schema import from_tables, to_tables
 
 ROOT = Path(__file__).parents[1]
 ROOMS = (  # top to bottom
-    *("__main__", "cli", "preflight", "perf", "report", "finetuning", "training", "evaluation", "inference", "plan"),
-    *("data", "checkpoint", "optim", "pipeline", "model", "collectives", "system", "mpi", "config", "codecs"),
+    *("__main__", "cli", "course", "preflight", "perf", "report", "finetuning", "training", "evaluation", "inference"),
+    *("plan", "data", "checkpoint", "optim", "pipeline", "model", "collectives", "system", "mpi", "config", "codecs"),
     *("plotting", "errors", "__init__"),
 )
 FILES = sorted((ROOT / "hpcllm").rglob("*.py"))

@@ -2,7 +2,8 @@
 
     hpcllm COMMAND ... --> COMMAND.py of this folder: add_arguments(parser), run(arguments) --> exit code
 
-Only that file is imported, so `--help` and mistakes answer at once; `perf` is that of `python -m hpcllm.perf`. Exit
+Only that file is imported, so `--help` and mistakes answer at once; `course` and `perf` are those of
+`python -m hpcllm.course` and `python -m hpcllm.perf`. Exit
 codes: 0 done, 1 failed, 2 user error, 75 stopped early with a checkpoint: the same command goes on. 130, 143: ended
 by Ctrl-C, by SIGTERM.
 """
@@ -33,6 +34,7 @@ COMMANDS = {
     "report": "one page of pictures and numbers of a run, or of several",
     "schedule": "prove, time and draw a pipeline schedule before the job is queued",
     "perf": "measure collectives, codecs, links and training steps of this allocation",
+    "course": "labs that grade themselves: replace one function of the trainer",
     "init": "write a run file with every key, its default and its reason",
     "keys": "list the keys of a run file",
     "presets": "list the shapes of models",
@@ -41,7 +43,8 @@ COMMANDS = {
     "completion": "print what makes a shell complete these commands",
 }
 LISTS = ("init", "keys", "presets", "machines", "codecs")
-FILES = {"perf": "hpcllm.perf.__main__", **dict.fromkeys(LISTS, "hpcllm.cli.lists")}  # the others: COMMAND.py
+MOUNTED = {"course": "hpcllm.course.__main__", "perf": "hpcllm.perf.__main__"}
+FILES = {**MOUNTED, **dict.fromkeys(LISTS, "hpcllm.cli.lists")}  # the others: COMMAND.py
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,8 @@
+"""A course of labs that grade themselves: a student replaces one function of the trainer, the machine judges it.
+
+lab.py        a lab as data: laws, races, predictions, hints; says how a lab is added
+catalogue.py  the labs by number and name; labs/NAME/: checks, the file to fill in, the sheet
+watched.py    a communicator that is late, never buffers, and counts
+ranks.py      what each rank of a check runs; launch.py: how ranks are started; runner.py: watches and ends them
+score.py      points, hints, text, JSON; picture.py draws; __main__.py: list, start, check, grade, demo
+"""

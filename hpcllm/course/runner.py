@@ -1,0 +1,288 @@
+"""Run a check: start the ranks, watch their records, end them, and say what became of it.
+
+    job.json --> mpirun -n 4 python -m hpcllm.course.ranks FOLDER
+                      rank_0.jsonl ... rank_3.jsonl grow  -->  read every 50 ms
+                      |- "wrong" on a rank:      a moment for the others to say theirs, then all are ended
+                      |- nothing new for too long: the stacks of the ranks say who waits where: deadlock or endless loop
+                      `- the job is over without "done": a crash
+
+Whatever the student's file does, the processes of the check end: all that descend from it, as this process adopts those
+whose parents have ended. Limits of memory and files are those of ranks.py; what ranks print is kept to a bound. It is
+no prison: a file that wants to harm can, as any program of this user. Grade strangers' files in a container, or as a
+user who owns nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcllm.course.catalogue import Entry
+from hpcllm.course.lab import RANKS
+from hpcllm.course.launch import launch_command
+from hpcllm.errors import HpcllmError
+
+START_S = 180.0  # for all ranks to start on a busy machine
+LOAD_S = 30.0  # for the student's file to be loaded
+WHOLE_S = 290.0  # of a check
+GRACE_S = 1.0  # for other ranks to say what they found
+END_S = 5.0  # for ranks that are done to leave MPI
+MEMORY_BYTES = 1 << 30  # that a rank may ask for beside what it has when the student's file is loaded
+LOOK_S = 0.05
+MOST_OUTPUT_BYTES = 1 << 16
+MOST_RECORD_BYTES = 1 << 24  # of a rank; more is not read
+PR_SET_CHILD_SUBREAPER = 36
+FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in ', re.MULTILINE)
+CALLS = r"[Ww]ait\w*|[SsRr]end\w*|[Rr]ecv\w*|[Pp]robe|Test\w*|[Bb]arrier|[A-Z]?(all|gather|reduce|bcast)\w*"
+WAITS = re.compile(rf"\b({CALLS})\(")
+Record = dict[str, Any]
+
+
+@dataclass
+class Outcome:
+    """Records of all ranks, and what ended the check early, if anything did."""
+
+    records: list[list[Record]]  # of each rank
+    fault: Record | None = None  # hint, shown; stage, part, ranks, case where they are known
+    output: str = ""  # the end of what the ranks printed
+    seconds: float = 0.0
+
+    @property
+    def library(self) -> str:
+        """Name of the MPI library, as rank 0 said it."""
+        return str(next((record.get("library", "") for record in self.of_rank_0("ready")), ""))[:80]
+
+    def of_rank_0(self, event: str) -> list[Record]:
+        return [record for record in self.records[0] if record["event"] == event]
+
+
+@dataclass
+class _Watch:
+    """The records so far, and when the last of them came."""
+
+    folder: Path
+    records: list[list[Record]] = field(default_factory=lambda: [[] for _ in range(RANKS)])
+    read_bytes: list[int] = field(default_factory=lambda: [0] * RANKS)
+    last_s: float = field(default_factory=time.monotonic)
+
+    def look(self) -> None:
+        """Read what ranks have added. A line that is no record of ours counts as none."""
+        for rank in range(RANKS):
+            path = self.folder / f"rank_{rank}.jsonl"
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                file.seek(self.read_bytes[rank])
+                data = file.read(max(0, MOST_RECORD_BYTES - self.read_bytes[rank]))
+                whole = data[: data.rfind(b"\n") + 1]
+                if whole:
+                    self.read_bytes[rank] += len(whole)
+                    self.last_s = time.monotonic()
+                    self.records[rank] += _parsed(whole)
+
+    def wrong(self) -> list[Record]:
+        return [record for rows in self.records for record in rows if record["event"] == "wrong"]
+
+    def is_done(self) -> bool:
+        return all(rows and rows[-1]["event"] == "done" for rows in self.records)
+
+    def limit_s(self) -> float:
+        """Seconds without a record after which the check hangs."""
+        started = [rows[-1] for rows in self.records if rows and rows[-1]["event"] == "start"]
+        if not all(self.records):
+            return START_S
+        return max((float(record["limit_s"]) for record in started), default=START_S)
+
+
+def _parsed(data: bytes) -> Iterator[Record]:
+    for line in data.splitlines():
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("event"), str):
+                yield record
+
+
+def run_check(entry: Entry, file: Path | None, seed: str, advance: Callable[[str], None]) -> Outcome:
+    """Run all stages of a lab on a student's file; None: on our own functions, without laws. Raises ConfigError.
+
+    advance: gets a word when a law holds or a race is run.
+    """
+    with tempfile.TemporaryDirectory(prefix="hpcllm course ") as name:
+        folder = Path(name)
+        job: Record = {
+            "lab": entry.name,
+            "file": str(file) if file else None,
+            "seed": seed,
+            "memory_bytes": MEMORY_BYTES,
+        }
+        job |= {"load_s": LOAD_S, "end_s": WHOLE_S}
+        (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+        start_s = time.monotonic()
+        with _ranks(folder) as (process, output):
+            outcome = _watch(process, _Watch(folder), file, advance)
+        outcome.output = output.decode("utf-8", "replace")
+        outcome.seconds = time.monotonic() - start_s
+    if not all(outcome.records) and outcome.fault and outcome.fault.get("stage") is None:
+        said = outcome.output.strip()[-500:]
+        raise HpcllmError(f"the ranks of the check did not start: {said or outcome.fault['shown']}")
+    return outcome
+
+
+@contextlib.contextmanager
+def _ranks(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], bytearray]]:
+    """The started job and what it prints; all of its processes end with this."""
+    words, environment = launch_command(RANKS)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    output = bytearray()
+    process = subprocess.Popen(
+        [*words, sys.executable, "-m", "hpcllm.course.ranks", str(folder)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=folder,
+        env=environment,
+        start_new_session=True,  # Ctrl-C is ours; they are ended below
+    )
+    reader = threading.Thread(target=_drain, args=(process, output), daemon=True)
+    reader.start()
+    try:
+        yield process, output
+    finally:
+        _end(process)
+        reader.join(END_S)
+        if not reader.is_alive() and process.stdout:
+            process.stdout.close()
+
+
+def _drain(process: subprocess.Popen[bytes], output: bytearray) -> None:
+    """Keep the end of what comes."""
+    assert process.stdout
+    while data := os.read(process.stdout.fileno(), 1 << 16):
+        output += data
+        del output[:-MOST_OUTPUT_BYTES]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the job and everything that it has started, in whatever session."""
+    if process.poll() is None:
+        process.terminate()  # srun and mpirun hand it on to other nodes
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+    deadline = time.monotonic() + END_S
+    while (left := _started()) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.poll()
+        for pid in left:
+            if pid != process.pid:  # an orphan that this process has adopted
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+        time.sleep(LOOK_S / 5)
+    process.wait()
+
+
+def _started() -> list[int]:
+    """List the processes that descend from this one, but for those that were there before the job."""
+    found: list[int] = []
+    left = _children(os.getpid())
+    while left:
+        found += left
+        left = [child for pid in left for child in _children(pid)]
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    text = ""
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            text += path.read_text(encoding="ascii")
+    return [int(word) for word in text.split()]
+
+
+def _watch(
+    process: subprocess.Popen[bytes], watch: _Watch, file: Path | None, advance: Callable[[str], None]
+) -> Outcome:
+    """Follow the records until the job is over, or has to be."""
+    begin_s, told = time.monotonic(), 0
+    while True:
+        ended = process.poll() is not None
+        watch.look()
+        for record in watch.records[0][told:]:
+            told += 1
+            if record["event"] in ("held", "row", "measured"):
+                advance(record["event"])
+        if watch.is_done():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+            return Outcome(watch.records)
+        if watch.wrong():
+            _wait_for_others(process, watch)
+            return Outcome(watch.records, _clearest(watch.wrong()))
+        if ended:
+            return Outcome(watch.records, _place(watch) | {"hint": "crash", "shown": _exit_words(process.returncode)})
+        now_s = time.monotonic()
+        if now_s - watch.last_s > watch.limit_s() or now_s - begin_s > WHOLE_S:
+            return Outcome(watch.records, _place(watch) | _hanging(watch, file))
+        time.sleep(LOOK_S)
+
+
+def _wait_for_others(process: subprocess.Popen[bytes], watch: _Watch) -> None:
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline and process.poll() is None and len(watch.wrong()) < RANKS:
+        time.sleep(LOOK_S)
+        watch.look()
+
+
+def _clearest(wrong: Sequence[Record]) -> Record:
+    """Choose among what several ranks found: a named mistake goes before an exception or a mere difference."""
+    vague = ("other", "exception", "truncated", "not_waited", "message_left")
+    return min(wrong, key=lambda record: record["hint"] in vague and 1 + vague.index(record["hint"]))
+
+
+def _place(watch: _Watch) -> Record:
+    """Say where the check was: the last part that was started and has not ended."""
+    last = [rows[-1] for rows in watch.records if rows and rows[-1]["event"] == "start"]
+    keys = ("stage", "part", "ranks", "case")
+    return {key: last[0][key] for key in keys if key in last[0]} if last else {}
+
+
+def _exit_words(code: int) -> str:
+    return f"the job ended with exit code {code} before the check was over"
+
+
+def _hanging(watch: _Watch, file: Path | None) -> Record:
+    """Tell a deadlock from an endless loop by where the ranks were."""
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file else []
+    places = {rank: _line_of(watch.folder / f"stack_{rank}.txt", file, lines) for rank in range(RANKS)}
+    stuck = {rank: place for rank, place in places.items() if place}
+    busy = {rank: place for rank, place in stuck.items() if not WAITS.search(place[1])}
+    hint = "endless" if busy else "deadlock"
+    shown = "; ".join(f"rank {rank} at line {number}: {text}" for rank, (number, text) in (busy or stuck).items())
+    back = [rank for rank, place in places.items() if not place]
+    if stuck and not busy and back and len(back) < RANKS:
+        shown += f"; not in your file: rank{'s' * (len(back) > 1)} {', '.join(map(str, back))}"
+    return {"hint": hint, "shown": shown or "no rank was in your file"}
+
+
+def _line_of(stack: Path, file: Path | None, lines: Sequence[str]) -> tuple[int, str] | None:
+    """Return the innermost line of the student's file in a stack, and its text."""
+    try:
+        text = stack.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    numbers = [int(found["line"]) for found in FRAME.finditer(text) if found["file"] == str(file)]
+    if not numbers or not 1 <= numbers[0] <= len(lines):
+        return None
+    return numbers[0], lines[numbers[0] - 1].strip()

@@ -1,0 +1,114 @@
+"""A communicator for laws: late at random, without buffers, and with every message counted.
+
+    Send, Isend ----> a short sleep, now and then ----> Ssend, Issend      ends once its receive is posted: a program
+    Recv, Irecv ----> a short sleep, now and then ----> as they are        that needs MPI's buffers is in a deadlock
+
+What a race, a missing wait or a lucky order gives right on most days, goes wrong here on most. All is real: messages go
+through MPI, and any order that comes of the delays may come on a busy network, too.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mpi4py import MPI
+
+from hpcllm.course.lab import LawError
+
+LATE_SHARE = 0.3  # of the calls
+LONGEST_S = 2e-3
+
+
+class WatchedComm(MPI.Intracomm):
+    """A communicator whose point-to-point messages are delayed, unbuffered, and counted."""
+
+    delays: random.Random | None
+    messages: int
+    sent_bytes: int
+    requests: list[MPI.Request]
+
+    def waited_for(self) -> bool:
+        """Return True if each request that was made has been completed by a wait or a test."""
+        return all(request == MPI.REQUEST_NULL for request in self.requests)
+
+    def restart_counts(self) -> None:
+        self.messages, self.sent_bytes, self.requests = 0, 0, []
+
+    def count(self, buffer: Any) -> None:
+        self.messages += 1
+        self.sent_bytes += _bytes_of(buffer)
+
+    def be_late(self) -> None:
+        """Sleep for a moment, now and then, for laws."""
+        if self.delays and self.delays.random() < LATE_SHARE:
+            time.sleep(self.delays.uniform(0, LONGEST_S))
+
+
+def watched(comm: MPI.Intracomm, forbidden: tuple[str, ...] = (), delays: random.Random | None = None) -> WatchedComm:
+    """Make the same communicator watched. delays: of this rank's calls; None: neither delays nor unbuffered sends."""
+    made = WatchedComm(comm)
+    made.delays = delays
+    made.restart_counts()
+    for name in forbidden:
+        setattr(made, name, _rejecting(name))
+    return made
+
+
+def _bytes_of(buffer: Any) -> int:
+    """Bytes of what is sent: an array, or [array, count, type] as mpi4py takes it."""
+    spec = buffer if isinstance(buffer, list | tuple) else [buffer]
+    data = spec[0]
+    whole = int(getattr(data, "nbytes", 0) or len(memoryview(data).cast("B")) if data is not None else 0)
+    counts = [each for each in spec[1:] if isinstance(each, int)]
+    item = int(getattr(data, "itemsize", 1))
+    return min(whole, counts[0] * item) if counts else whole
+
+
+def _rejecting(name: str) -> Callable[..., Any]:
+    def method(*_: Any, **__: Any) -> Any:
+        raise LawError("forbidden", f"the function calls comm.{name}")
+
+    return method
+
+
+def _sending(name: str, unbuffered: str) -> Callable[..., Any]:
+    plain, strict = getattr(MPI.Intracomm, name), getattr(MPI.Intracomm, unbuffered)
+
+    def method(self: WatchedComm, buf: Any, *arguments: Any, **keywords: Any) -> Any:
+        self.count(buf)
+        self.be_late()
+        result = (strict if self.delays else plain)(self, buf, *arguments, **keywords)
+        if result is not None:
+            self.requests.append(result)
+        return result
+
+    return method
+
+
+def _receiving(name: str) -> Callable[..., Any]:
+    plain = getattr(MPI.Intracomm, name)
+
+    def method(self: WatchedComm, *arguments: Any, **keywords: Any) -> Any:
+        self.be_late()
+        result = plain(self, *arguments, **keywords)
+        if result is not None:
+            self.requests.append(result)
+        return result
+
+    return method
+
+
+def _exchanging(self: WatchedComm, sendbuf: Any, *arguments: Any, **keywords: Any) -> None:
+    self.count(sendbuf)
+    self.be_late()
+    MPI.Intracomm.Sendrecv(self, sendbuf, *arguments, **keywords)
+
+
+for _name, _strict in {"Send": "Ssend", "Ssend": "Ssend", "Isend": "Issend", "Issend": "Issend"}.items():
+    setattr(WatchedComm, _name, _sending(_name, _strict))
+for _name in ("Recv", "Irecv"):
+    setattr(WatchedComm, _name, _receiving(_name))
+WatchedComm.Sendrecv = _exchanging  # type: ignore[assignment,method-assign]
