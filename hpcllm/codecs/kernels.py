@@ -131,11 +131,13 @@ reverse_bytes = word_instruction(lambda builder, bits: builder.bswap(bits))
 
 @intrinsic  # type: ignore[untyped-decorator]
 def widened(typing_context: Any, value: Any) -> Any:  # noqa: ARG001
-    """Convert an element of an array_of to float32; exact."""
+    """Convert an element of an array_of, or an int8, to float32; exact."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         if value == types.float32:
             return args[0]
+        if value == types.int8:
+            return builder.sitofp(args[0], FLOAT)
         if value == types.int16:
             return builder.fpext(builder.bitcast(args[0], ir.HalfType()), FLOAT)
         return builder.bitcast(builder.shl(builder.zext(args[0], INT32), INT32(16)), FLOAT)

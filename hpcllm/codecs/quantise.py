@@ -31,10 +31,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba import types
 from numpy.typing import NDArray
 
 from hpcllm.codecs.blocks import Doubles, Format, Values, block_scale, steps_of
-from hpcllm.codecs.kernels import bits_of, float_of, kernel, narrowed, widened
+from hpcllm.codecs.kernels import FLOAT, INT32, bits_of, float_of, instruction, kernel, narrowed, widened
 
 Bytes = NDArray[np.uint8]
 Scales = NDArray[np.float32]
@@ -42,7 +44,7 @@ ONE, TOP8, TOP4 = np.float32(1), np.float32(127), np.float32(7)
 STEPS8, STEPS4 = steps_of(127), steps_of(7)
 ROUND8 = np.float32(1.5 * 2**23)
 ROUND4 = np.float32(1.5 * 2**23 + 8)
-NIBBLE, FOUR, EIGHT = np.uint8(15), np.uint8(4), np.int32(8)
+NIBBLE, FOUR, EIGHT = np.uint8(15), np.uint8(4), np.uint32(8)
 BOTH_ZERO = np.uint8(0x88)
 UNIT = np.float32(2.0**-24)
 STEPS_FP8 = steps_of(448)
@@ -102,13 +104,13 @@ def encode4(
                 code[i] = nibbles(low, bits_of(random_code(part[2 * i + 1], factor, seed, 2 * i + 1, TOP4) + ROUND4))
             if part.size % 2:
                 low = bits_of(random_code(part[-1], factor, seed, part.size - 1, TOP4) + ROUND4)
-                code[-1] = nibbles(low, np.uint32(EIGHT))
+                code[-1] = nibbles(low, EIGHT)
         else:
             for i in range(part.size // 2):
                 low = bits_of(widened(part[2 * i]) * factor + ROUND4)
                 code[i] = nibbles(low, bits_of(widened(part[2 * i + 1]) * factor + ROUND4))
             if part.size % 2:
-                code[-1] = nibbles(bits_of(widened(part[-1]) * factor + ROUND4), np.uint32(EIGHT))
+                code[-1] = nibbles(bits_of(widened(part[-1]) * factor + ROUND4), EIGHT)
 
 
 @kernel
@@ -171,14 +173,16 @@ def nibbles(low: np.uint32, high: np.uint32) -> np.uint8:
     return np.uint8((np.uint8(low) & NIBBLE) | np.uint8(np.uint8(high) << FOUR))
 
 
-@kernel
-def low_code(byte: np.uint8) -> np.float32:
-    return np.float32(np.int32(byte & NIBBLE) - EIGHT)
+def _code_of(bits: ir.Value, builder: Any) -> ir.Value:
+    return builder.sitofp(builder.sub(bits, INT32(8)), FLOAT)  # numba would compute in 64 bits, half as fast
 
 
-@kernel
-def high_code(byte: np.uint8) -> np.float32:
-    return np.float32(np.int32(byte >> FOUR) - EIGHT)
+low_code = instruction(types.float32, types.uint8)(
+    lambda builder, byte: _code_of(builder.and_(builder.zext(byte, INT32), INT32(15)), builder)
+)
+high_code = instruction(types.float32, types.uint8)(
+    lambda builder, byte: _code_of(builder.lshr(builder.zext(byte, INT32), INT32(4)), builder)
+)
 
 
 @kernel

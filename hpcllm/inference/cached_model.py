@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hpcllm.inference.batch import Text
-from hpcllm.model.paged_cache import BLOCK_TOKENS, CachedPass, PagedCache
+from hpcllm.model.paged_cache import BLOCK_TOKENS, CachedPass, PagedCache, side_by_side
 from hpcllm.model.sampling import Sampling, draw
+from hpcllm.model.token_pass import TokenPass, suits
 from hpcllm.model.transformer import Decoder
 
 
@@ -34,6 +36,7 @@ class CachedModel:
         heads = decoder.model.key_value_heads // decoder.tp.size
         like = torch.empty(0, dtype=decoder.dtype, device=decoder.device)
         self.cache = PagedCache(map(int, decoder.blocks), blocks, heads, decoder.model.head_dim, like)
+        self.token_pass = TokenPass(decoder, self.cache) if suits(decoder) else None
 
     def next_tokens(self, texts: Sequence[Text], uniforms: Sequence[float]) -> list[int]:
         """Read what is unread of each text and draw a token for each (batch.NextTokens). Raises NonFiniteError."""
@@ -50,8 +53,10 @@ class CachedModel:
         this returns. Collective over the decoder's tp.
         """
         starts, counts = [text.read for text in texts], [len(text.unread) for text in texts]
+        blocks = [text.blocks for text in texts]
         with torch.inference_mode():
-            blocks = [text.blocks for text in texts]
+            if self.token_pass and len(x) == len(texts) <= self.token_pass.most_texts:
+                return self.token_pass.run(x, side_by_side(blocks), np.array(starts))
             here = CachedPass(self.cache, starts, counts, blocks, self.decoder.model.window)
             hidden = self.decoder.hidden_states(x.unsqueeze(0), cache=here)
             if not self.decoder.span.has_head:

@@ -48,7 +48,7 @@ def attend(
     """
 
     def part(first: int, end: int) -> None:
-        _attend_rows(first, end, q, keys, values, tables, texts, positions, window, out)
+        attend_rows(first, end, q, keys, values, tables, texts, positions, window, out)
 
     run_in_threads(part, len(q) * keys.shape[1], ROWS_A_THREAD)
 
@@ -65,7 +65,7 @@ def exp_of(x: np.float32) -> np.float32:
 
 
 @summing_kernel
-def _attend_rows(
+def attend_rows(
     first: int, end: int, q: Array, keys: Array, values: Array, tables: Array, texts: Array, positions: Array,
     window: int, out: Array,
 ) -> None:  # fmt: skip

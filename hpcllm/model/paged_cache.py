@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hpcllm.codecs.kernels import array_of
@@ -64,6 +65,12 @@ class BlockPool:
         table.clear()
 
 
+def side_by_side(tables: Sequence[list[int]]) -> NDArray[np.int32]:
+    """Return tables of blocks as (texts, most blocks), zeros behind the shorter ones."""
+    width = max(map(len, tables))
+    return np.array([[*table, *[0] * (width - len(table))] for table in tables], np.int32)
+
+
 class PagedCache:
     """Memory for the blocks of all texts, in the layers that one rank holds."""
 
@@ -94,8 +101,7 @@ class CachedPass:
         self._texts = np.repeat(np.arange(len(lengths)), lengths)
         first_rows = np.cumsum(lengths) - lengths
         self._positions = np.arange(len(self._texts)) - np.repeat(first_rows - np.array(starts, np.int64), lengths)
-        width = max(map(len, tables))
-        self._tables = np.array([[*table, *[0] * (width - len(table))] for table in tables], np.int32)
+        self._tables = side_by_side(tables)
         self.last_rows = torch.from_numpy(first_rows + lengths - 1).to(device)
         self.documents = Documents(lengths, torch.from_numpy(self._positions).unsqueeze(0).to(device))
         begins = not any(starts) and any(count > 1 for count in counts)

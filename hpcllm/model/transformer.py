@@ -297,20 +297,21 @@ class Decoder(nn.Module):
         else:
             x_BTD = normed(self.final_norm, self.unshard_hooks.before_unit(ENDS, hidden_BTD)).value()
             nats = cross_entropy_in_pieces(
-                x_BTD, self._head(), targets_BT, self.loss_tokens, self.tp, self.first_token, self.gradient_sums
+                x_BTD, self.head_weight, targets_BT, self.loss_tokens, self.tp, self.first_token, self.gradient_sums
             )
         return in_order(nats, self.tp)
 
     def _logits(self, hidden_BTD: Tensor, deferred: DeferredGradients | None) -> Tensor:
         """Logits of the tokens in the order in which they are gathered."""
         hidden_BTD = self.unshard_hooks.before_unit(ENDS, hidden_BTD)
-        (logits,) = columns(normed(self.final_norm, hidden_BTD), [Weights(self._head())], self._options(deferred))
+        (logits,) = columns(normed(self.final_norm, hidden_BTD), [Weights(self.head_weight)], self._options(deferred))
         return logits
 
     def _options(self, deferred: DeferredGradients | None) -> PassOptions:
         return PassOptions(self.tp, deferred, self.recompute == "selective", self.gradient_sums)
 
-    def _head(self) -> Tensor:
+    @property
+    def head_weight(self) -> Tensor:
         return self.embedding.weight if self.model.tied else self.head.weight
 
     def _embed(self, tokens_BT: Tensor, documents: Documents | None) -> Tensor:
