@@ -40,6 +40,11 @@ class Example:
         """True if one of several choices is right."""
         return len(self.choices) > 1
 
+    @property
+    def shown(self) -> str:
+        """Return the context with the right answer."""
+        return "".join(self.pairs()[self.answer])
+
     def pairs(self) -> list[tuple[str, str]]:
         """Return context and continuation of each choice."""
         contexts = self.contexts if len(self.contexts) > 1 else self.contexts * len(self.choices)

@@ -19,6 +19,7 @@ WIDTH_INCHES, PANEL_INCHES, MARGIN_INCHES = 9.0, 2.8, 0.8
 PANELS = {
     "acc": "share that is right",
     "acc_norm": "share that is right, by length",
+    "exact_match": "share of written answers that is right",
     "loss": "loss, nats",
     "bits_per_byte": "bits per byte",
 }
