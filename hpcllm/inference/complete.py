@@ -17,7 +17,7 @@ import torch
 
 from hpcllm.errors import ConfigError
 from hpcllm.inference.batch import Batch, Limits, NextTokens, Request, Text
-from hpcllm.inference.cached_model import CachedModel, block_bytes
+from hpcllm.inference.cached_model import CachedModel, Observe, block_bytes
 from hpcllm.model.paged_cache import BLOCK_TOKENS, BlockPool, blocks_for
 from hpcllm.model.sampling import Sampling, check_prompt
 from hpcllm.model.transformer import Decoder
@@ -25,6 +25,7 @@ from hpcllm.system.hardware.node import find_free_memory, memory_limit
 
 if TYPE_CHECKING:
     from hpcllm.mpi.mesh import Mesh
+    from hpcllm.mpi.wait import Waits
 
 ROUND_PASSES = 64  # of a batch between two exchanges of finished texts over dp
 FREE_SHARE = 0.5  # of the memory that is free, for the cache of all ranks of a node, where nothing else is asked for
@@ -78,8 +79,13 @@ def make_batch(
     vocabulary: int,
     mesh: Mesh | None = None,
     is_over: IsOver = lambda _: False,
+    waits: Waits | None = None,
+    observe: Observe = lambda *_: None,
 ) -> Batch:
-    """Make the batch of this rank's replica: whoever wants each token as it comes steps it. Arguments as above."""
+    """Make the batch of this rank's replica: whoever wants each token as it comes steps it. Arguments as above.
+
+    waits: of a run; None: those of the job. observe: called on the rank that draws.
+    """
     window = decoder.model.max_sequence
     longest = min(max((len(request.prompt) for request in requests), default=1) + settings.tokens, window)
     blocks = _blocks(decoder, longest, min(settings.texts, max(len(requests), 1)), settings, mesh)
@@ -87,16 +93,16 @@ def make_batch(
     if mesh:
         dealt = dealt[mesh.dp.rank :: mesh.dp.size]
     limits = Limits(settings.tokens, settings.texts, window, settings.stops)
-    model = CachedModel(decoder, blocks, sampling, vocabulary)
-    return Batch(_on_all_ranks(model, mesh), dealt, limits, BlockPool(blocks), is_over)
+    model = CachedModel(decoder, blocks, sampling, vocabulary, observe)
+    return Batch(_on_all_ranks(model, mesh, waits), dealt, limits, BlockPool(blocks), is_over)
 
 
-def _on_all_ranks(model: CachedModel, mesh: Mesh | None) -> NextTokens:
+def _on_all_ranks(model: CachedModel, mesh: Mesh | None, waits: Waits | None) -> NextTokens:
     if mesh is None:
         return model
     from hpcllm.inference.several_ranks import SharedModel  # starts MPI
 
-    return SharedModel(mesh, model)
+    return SharedModel(mesh, model, waits)
 
 
 def _blocks(decoder: Decoder, longest: int, texts: int, settings: BatchSettings, mesh: Mesh | None) -> int:

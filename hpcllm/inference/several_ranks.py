@@ -23,6 +23,7 @@ from hpcllm.inference.cached_model import CachedModel
 from hpcllm.inference.stages import StageMessages
 from hpcllm.mpi.mesh import Mesh
 from hpcllm.mpi.partition import chunk_range
+from hpcllm.mpi.wait import Waits
 
 NOT_FINITE = -1  # in place of a token: the ranks that did not draw raise too
 
@@ -30,10 +31,12 @@ NOT_FINITE = -1  # in place of a token: the ranks that did not draw raise too
 class SharedModel:
     """One rank's part of a model in making texts; `next_tokens` is collective over the ranks that share it."""
 
-    def __init__(self, mesh: Mesh, model: CachedModel) -> None:
-        """mesh: of which each replica makes texts of its own."""
+    def __init__(self, mesh: Mesh, model: CachedModel, waits: Waits | None = None) -> None:
+        """mesh: of which each replica makes texts of its own. waits: of a run; None: those of the job."""
         self.mesh, self.model = mesh, model
-        self.messages = StageMessages(mesh, torch.empty(0, dtype=model.decoder.dtype, device=model.decoder.device))
+        self.messages = StageMessages(
+            mesh, torch.empty(0, dtype=model.decoder.dtype, device=model.decoder.device), waits
+        )
         group_of(mesh.pp).wire.waits = self.messages.waits
         self.last = mesh.pp.size - 1
 
