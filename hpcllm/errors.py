@@ -7,6 +7,7 @@
     |-- CheckpointError    1   a file that should have been whole is not
     |-- CodecError         1   bytes that no encoder wrote
     |-- ReplicaError       1   replicas that should be equal differ
+    |-- RewardError        1   the function that rewards texts failed
     `-- UserError          2   a request that cannot be met; raised before any work starts
         |-- ConfigError        a key or a value of the run file
         |-- MeshError          ranks and layout do not fit together
@@ -50,6 +51,10 @@ class CodecError(HpcllmError):
 
 class ReplicaError(HpcllmError):
     """Ranks that hold the same parameters no longer have the same bits."""
+
+
+class RewardError(HpcllmError):
+    """The function that rewards texts crashed, took too long, or returned what is no finite number."""
 
 
 class UserError(HpcllmError):

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from hpcllm.checkpoint.huggingface.convert import convert
 from hpcllm.config.schema import Config
 from hpcllm.data.prepare import PrepareOptions, prepare
-from hpcllm.finetuning.preferences import objective_of
+from hpcllm.finetuning.objectives import objective_of
 from hpcllm.system.job import StopSignals
 from hpcllm.training.loop import train
 from hpcllm.training.resume import resume

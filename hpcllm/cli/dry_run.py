@@ -106,6 +106,11 @@ def tried(
         from hpcllm.evaluation.measuring import prepare_of_run  # torch: only where there is something to measure
 
         prepare_of_run(config, store, None)
+    if config.finetuning.kind == "grpo" and store:
+        from hpcllm.finetuning.rollouts import held_out_prompts, training_prompts  # torch, as above
+
+        training_prompts(config, store)
+        held_out_prompts(config, store)
     if config.communication.tuning:
         load_tuning(config.communication.tuning)
     if config.checkpoint.writer == "mpio":

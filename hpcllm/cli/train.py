@@ -15,6 +15,7 @@ from hpcllm.system.output import add_output, is_json_alone, show
 
 if TYPE_CHECKING:
     from hpcllm.config.schema import Config
+    from hpcllm.finetuning.reward_process import RewardProcess
     from hpcllm.training.summary import Summary
 
 
@@ -48,8 +49,11 @@ def add_options(parser: argparse.ArgumentParser, check: Callable[[Config], None]
     add_output(parser, "the closing table as JSON")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Train; or with --dry-run check what it checks, with --is-finished look for its end. Raises UserError."""
+def run(arguments: argparse.Namespace, rewards: RewardProcess | None = None) -> int:
+    """Train; or with --dry-run check what it checks, with --is-finished look for its end. Raises UserError.
+
+    rewards: the process of a run that learns from them.
+    """
     if arguments.is_finished:
         if arguments.dry_run or arguments.ranks is not None:
             raise ConfigError("--is-finished only looks into the run folder; it does not go with --dry-run or --ranks")
@@ -80,13 +84,13 @@ def run(arguments: argparse.Namespace) -> int:
 
         on_root(world, lambda: check_launch(checked, world.size))
         with quick_imports():  # torch: seconds and thousands of files, so only for a launch that can be right
-            from hpcllm.finetuning.preferences import objective_of
+            from hpcllm.finetuning.objectives import objective_of
             from hpcllm.preflight.examination import start
             from hpcllm.training.loop import train as run
 
         start(world, checked.run.device, checked.limits.stall_s)
         with contextlib.redirect_stdout(sys.stderr if is_json_alone(arguments) else sys.stdout):
-            summary = run(checked, world, signals, arguments.restart, arguments.wide, objective_of(checked))
+            summary = run(checked, world, signals, arguments.restart, arguments.wide, objective_of(checked, rewards))
         if world.rank == 0:
             # not folded: its commands are to be copied
             show(arguments, summary.as_dict(), ["", summary.text()], wide=True)

@@ -103,7 +103,11 @@ RANGES = {  # key -> range of its number
     **_between(1, 1 << 40, "precision.loss_scale"),
     # fine-tuning
     **_between(0, 1 << 16, "finetuning.adapter.rank"),
-    **_above(0, 10**6, "finetuning.adapter.alpha finetuning.beta"),
+    **_above(0, 10**6, "finetuning.adapter.alpha finetuning.beta finetuning.reward.limit_s"),
+    **_between(0, 10**6, "finetuning.reward.kl"),
+    **_between(2, 1 << 16, "finetuning.reward.samples"),
+    **_between(1, 1 << 30, "finetuning.reward.tokens"),
+    **_between(1, 10**6, "finetuning.reward.problems"),
     # messages, files, time, money
     **_above(0, 1 << 20, "communication.bucket_mib"),
     **_between(1, 10**6, "checkpoint.keep evaluation.examples"),
@@ -118,7 +122,8 @@ TRACKERS = ("tensorboard", "wandb", "mlflow")
 LAYERS = ("query", "key", "value", "output", "gate", "up", "down")  # linear layers of a block
 RULES: dict[str, Rule] = {  # key -> the rule that its value decides alone
     **{key: (str(valid), valid.__contains__) for key, valid in RANGES.items()},
-    **_paths("run.folder run.start_from run.machine data.store pipeline.file communication.tuning"),
+    **_paths("""run.folder run.start_from run.machine data.store pipeline.file communication.tuning
+        finetuning.reward.prompts finetuning.reward.held_out finetuning.reward.file"""),
     "run.name": (
         f"a printable name without '/' that does not start with '.', of at most {LONGEST_RUN_NAME_BYTES} bytes",
         lambda v: v.isprintable() and v[:1] not in ("", ".") and "/" not in v and _bytes(v) <= LONGEST_RUN_NAME_BYTES,
@@ -152,6 +157,7 @@ RULES: dict[str, Rule] = {  # key -> the rule that its value decides alone
         f"some of {', '.join(LAYERS)}, each once",
         lambda v: 0 < len(v) == len(set(v)) and set(v) <= set(LAYERS),
     ),
+    "finetuning.reward.function": ("a name as Python has them", str.isidentifier),
     "log.trace_steps": ("steps, from 1 to 1e9", lambda v: all(1 <= step <= 10**9 for step in v)),
 }
 

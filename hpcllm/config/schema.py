@@ -176,10 +176,28 @@ class AdapterConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """Learning from rewards (kind = "grpo"): texts of the run's own model, each as good as a function says."""
+
+    prompts: str = ""  # made problems, as "sort:4", or a file of {"context", "answer"} rows, as for `evaluate`
+    problems: int = 5000  # so many are made, where prompts names made problems
+    held_out: str = ""  # a file of prompts to validate with; "": of made problems others, of a file none
+    file: str = ""  # Python file of the function; "": "exact", which gives 1 for the answer and 0 for all else
+    function: str = "reward"  # of the file: (prompt, text, answer) -> number
+    limit_s: float = 10.0  # that one call of it may take
+    samples: int = 8  # texts of each prompt, which are compared with each other
+    tokens: int = 64  # of a text, at most
+    stop: str = "\n"  # a string that ends a text, of which it is no part; "": the end of text alone
+    scaled: bool = False  # what a text has over the mean of its prompt is divided by their standard deviation
+    kl: float = 0.0  # how dear it is to leave the reference, the weights that the run began with; 0: free
+
+
+@dataclass(frozen=True, kw_only=True)
 class FinetuningConfig:
-    kind: Literal["none", "supervised", "dpo"] = "none"  # what `hpcllm finetune` learns from: chats, or preferences
+    kind: Literal["none", "supervised", "dpo", "grpo"] = "none"  # what `hpcllm finetune` learns from
     beta: float = 0.1  # dpo: how dear it is to leave the reference, the weights that the run began with
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -432,7 +450,7 @@ def _check_finetuning(config: Config) -> None:
     if finetuning.adapter.rank and finetuning.kind == "none":
         raise ConfigError(
             f"finetuning.adapter.rank = {finetuning.adapter.rank} with finetuning.kind = 'none': adapters change a "
-            "model that is there; valid: finetuning.kind = 'supervised' or 'dpo', or rank = 0"
+            "model that is there; valid: finetuning.kind = 'supervised', 'dpo' or 'grpo', or rank = 0"
         )
     if finetuning.adapter.rank and not config.run.start_from:
         raise ConfigError(
@@ -451,7 +469,45 @@ def _check_finetuning(config: Config) -> None:
             f"finetuning.beta = {finetuning.beta:g} with finetuning.kind = {finetuning.kind!r}, which has no reference "
             f"to leave; valid: {FinetuningConfig().beta}, or finetuning.kind = 'dpo'"
         )
+    _check_rewards(config)
     _check_groups(config)
+
+
+def _check_rewards(config: Config) -> None:
+    """Raise ConfigError for a run that cannot learn from rewards as it says, or does not but has keys of such a one."""
+    reward, kind, data = config.finetuning.reward, config.finetuning.kind, config.data
+    if kind != "grpo":
+        if changed := [each.name for each in plain_keys(RewardConfig) if getattr(reward, each.name) != each.default]:
+            raise ConfigError(
+                f"finetuning.reward.{changed[0]} = {getattr(reward, changed[0])!r} with finetuning.kind = {kind!r}, "
+                "which has no rewards; valid: finetuning.kind = 'grpo', or leave it out"
+            )
+        return
+    if not config.run.start_from:
+        raise ConfigError(
+            "finetuning.kind = 'grpo' needs run.start_from, a checkpoint or a Hugging Face folder: only a model that "
+            "writes something now and then that is rewarded can learn from it"
+        )
+    if not reward.prompts:
+        raise ConfigError(
+            "finetuning.reward.prompts is missing; valid: made problems, as 'sort:4', or a file of rows with context "
+            "and answer"
+        )
+    if data.global_batch % reward.samples:
+        raise ConfigError(
+            f"data.global_batch = {data.global_batch} texts a step are no whole number of prompts with "
+            f"finetuning.reward.samples = {reward.samples} texts each; valid: a multiple of it"
+        )
+    if reward.tokens > data.sequence_length:
+        raise ConfigError(
+            f"finetuning.reward.tokens = {reward.tokens} is more than data.sequence_length = {data.sequence_length}, "
+            f"which holds a prompt and its text; valid: 1 to {data.sequence_length}"
+        )
+    if config.optimizer.shard == "all":
+        raise ConfigError(
+            "optimizer.shard = 'all' with finetuning.kind = 'grpo': each token of a text would gather all weights; "
+            "valid: optimizer.shard = 'none', 'states' or 'states+gradients'"
+        )
 
 
 def _check_groups(config: Config) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -36,6 +37,23 @@ class Batch:
     rows: Sequence[int | None]  # numbers of the rows of this replica, in order
     counted: int  # targets of this replica that count
     hash: int  # see samples_hash
+
+
+class Samples(Protocol):
+    """Samples of a run, step by step: read from a store (Loader), or made by the run itself."""
+
+    input_s: float  # seconds spent on them so far
+    counted: tuple[int, int]  # a position, and the number of targets that count in all of its global batch
+
+    def take(self, position: int) -> Batch:
+        """Return this replica's share of the batch at `position`. Collective over the mesh."""
+
+    @property
+    def ahead(self) -> Batch | None:
+        """Return the batch of the next step, where it is known by now."""
+
+    def read_ahead(self, position: int) -> None:
+        """Make the batch that follows the one at `position` known, where it does not depend on that step."""
 
 
 @dataclass

@@ -60,7 +60,12 @@ Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 KINDS = ("text", "chat", "preferences")
 # finetuning.kind -> what it learns from; of a text every token counts, as in plain training
-FITTING = {"none": ("text", "chat"), "supervised": ("text", "chat"), "dpo": ("preferences",)}
+FITTING = {
+    "none": ("text", "chat"),
+    "supervised": ("text", "chat"),
+    "dpo": ("preferences",),
+    "grpo": ("text", "chat"),  # of which it needs the tokenizer alone
+}
 TOKEN_BYTES = "token_bytes"
 LARGEST_VOCABULARY = 2**24
 LARGEST_TOKENIZER_BYTES = 64 * 2**20  # the largest known ones have 35 MB

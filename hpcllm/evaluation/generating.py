@@ -24,6 +24,7 @@ from hpcllm.errors import DataError
 from hpcllm.evaluation.batches import Tokens
 from hpcllm.evaluation.scoring import Advance, Scorer
 from hpcllm.inference.batch import Batch, Request, Text
+from hpcllm.inference.cached_model import plain_arithmetic
 from hpcllm.inference.complete import BatchSettings, OpenModel, open_model
 from hpcllm.inference.endings import StopStrings
 from hpcllm.model.sampling import Sampling
@@ -73,7 +74,7 @@ def make_texts(
     cut = [tokens[-window:] for tokens in prompts.tokens]
     requests = [Request(tokens, seed) for tokens, seed in zip(cut, prompts.seeds or [0] * len(cut), strict=True)]
     found: list[str] = [""] * len(requests)
-    with scorer.exact():
+    with plain_arithmetic(scorer.decoders):
         opened = _open(scorer, requests, encoder, sampling, prompts.most)
 
         def is_over(text: Text) -> bool:

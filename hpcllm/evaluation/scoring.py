@@ -15,8 +15,6 @@ sums run in another order, and results differ by rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,9 +25,10 @@ from torch import Tensor
 from hpcllm import collectives  # which starts MPI when a rank that is not alone first calls it
 from hpcllm.errors import NonFiniteError
 from hpcllm.evaluation.batches import Batch
+from hpcllm.inference.cached_model import plain_arithmetic
 from hpcllm.model.documents import Documents
 from hpcllm.model.loss import cross_entropy
-from hpcllm.model.transformer import Decoder, run_block
+from hpcllm.model.transformer import Decoder
 from hpcllm.pipeline.actions import Placement
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ class Scorer:
         NonFiniteError, StallError.
         """
         found = np.zeros((owners, 4))
-        with torch.no_grad(), self.exact():
+        with torch.no_grad(), plain_arithmetic(self.decoders):
             for batch, counts in self._mine(batch_of, batch_count):
                 scored = self._score(batch)
                 if scored is not None and counts:
@@ -187,19 +186,6 @@ class Scorer:
             assert self.mesh is not None
             self._messages = StageMessages(self.mesh, next(self.decoders[0].parameters()), self.waits)
         return self._messages
-
-    @contextmanager
-    def exact(self) -> Iterator[None]:
-        """Run with plain arithmetic: no codec, no split sequence, no block compiled for each length."""
-        before = [(decoder.exact, decoder.shared_by, decoder.run_block) for decoder in self.decoders]
-        for decoder in self.decoders:
-            decoder.exact, decoder.run_block = True, run_block
-            decoder.shared_by = replace(decoder.shared_by, sequence=False)
-        try:
-            yield
-        finally:
-            for decoder, (exact, shared_by, block) in zip(self.decoders, before, strict=True):
-                decoder.exact, decoder.shared_by, decoder.run_block = exact, shared_by, block
 
 
 def token_scores(head: Decoder, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

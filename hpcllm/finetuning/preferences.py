@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpcllm.config.schema import Config
-from hpcllm.data.packing import Rows, SplitArrays
+from hpcllm.data.loader import Loader
+from hpcllm.data.packing import SplitArrays
 from hpcllm.data.pairs import PairRows, check_any, pair_rows
 from hpcllm.data.store import Split, TokenStore
 from hpcllm.evaluation.held_out import Validation, has_sums, run_forward
@@ -32,11 +33,11 @@ from hpcllm.finetuning.reference import LogProbabilities, first_ends, log_probab
 from hpcllm.model.loss import Criterion
 from hpcllm.mpi.collective_errors import on_root
 from hpcllm.system.output import say
-from hpcllm.training.objective import NEXT_TOKEN, Objective
+from hpcllm.training.objective import open_loader
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
+    from hpcllm.mpi.mesh import Mesh
+    from hpcllm.training.log import Record
     from hpcllm.training.setup import RunContext
 
 FIGURES = (
@@ -47,11 +48,6 @@ FIGURES = (
     "logps/chosen",
     "logps/rejected",
 )
-
-
-def objective_of(config: Config) -> Objective:
-    """Return what a run learns by its run file."""
-    return Preferences(config.finetuning.beta) if config.finetuning.kind == "dpo" else NEXT_TOKEN
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,20 +80,18 @@ class Preferences:
     reference: dict[Split, LogProbabilities] = field(default_factory=dict)  # of each split, see reference.py
     _held_out: PairRows | None = None
 
-    def rows(self, config: Config, store: TokenStore, split: Split, comm: MPI.Intracomm) -> PairRows:
-        """Lay out the pairs that fit into a row; others are left out. Raises DataError if training has none."""
-        found = pair_rows(SplitArrays.of(store, split), config.data.sequence_length)
-        if split == "train":
-            on_root(comm, lambda: check_any(found))
-        return found
+    def open_samples(self, config: Config, mesh: Mesh, store: TokenStore, device: torch.device) -> Loader:
+        """Lay out the pairs that fit into a row; others are left out. Raises DataError if there are none."""
+        rows = pair_rows(SplitArrays.of(store, "train"), config.data.sequence_length)
+        on_root(mesh.world, lambda: check_any(rows))
+        return open_loader(config, mesh, store, rows, device)
 
     def begin(self, run: RunContext) -> None:
         """Find the reference of the pairs that the run will read, in the run folder or by a pass over them."""
-        rows = run.loader.rows
-        assert isinstance(rows, PairRows)
+        rows = _pairs(run)
         splits: dict[Split, PairRows] = {"train": rows}
         if run.store.header.documents["validation"]:
-            self._held_out = self.rows(run.config, run.store, "validation", run.mesh.world)
+            self._held_out = pair_rows(SplitArrays.of(run.store, "validation"), rows.sequence)
             splits["validation"] = self._held_out
         if run.mesh.world.rank == 0 and (long := rows.pairs - rows.count):
             what = "their two answers, each with its prompt, have more tokens than data.sequence_length"
@@ -106,7 +100,11 @@ class Preferences:
 
     def criteria(self, run: RunContext, numbers: Sequence[int | None]) -> Sequence[Criterion]:
         """Make the loss of the training rows of these numbers."""
-        return self._criteria(run, "train", run.loader.rows, numbers)
+        return self._criteria(run, "train", _pairs(run), numbers)
+
+    def facts(self, run: RunContext) -> Record:  # noqa: ARG002
+        """Return nothing more."""
+        return {}
 
     def validate(self, run: RunContext) -> Validation | None:
         """Measure the loss and FIGURES of held-out pairs, each once."""
@@ -130,8 +128,7 @@ class Preferences:
         loss, *figures = (sums / samples).tolist()
         return Validation(loss, samples, figures=dict(zip(FIGURES, figures, strict=True)))
 
-    def _criteria(self, run: RunContext, split: Split, rows: Rows, numbers: Sequence[int | None]) -> list[PairLoss]:
-        assert isinstance(rows, PairRows)
+    def _criteria(self, run: RunContext, split: Split, rows: PairRows, numbers: Sequence[int | None]) -> list[PairLoss]:
         labels, known = np.zeros((len(numbers), 4), np.float32), self.reference.get(split)
         labels[:, 0] = first_ends(rows, numbers)
         for row, number in zip(labels, numbers, strict=True):
@@ -140,3 +137,10 @@ class Preferences:
                 row[3] = 1
         parts = torch.from_numpy(labels).to(run.device).view(run.config.pipeline.microbatches, -1, 4)
         return [PairLoss(part[:, 0], part[:, 1:3], part[:, 3], self.beta) for part in parts]
+
+
+def _pairs(run: RunContext) -> PairRows:
+    """Return the rows of the training split."""
+    assert isinstance(run.loader, Loader)
+    assert isinstance(run.loader.rows, PairRows)
+    return run.loader.rows

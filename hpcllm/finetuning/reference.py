@@ -37,6 +37,7 @@ from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.slabs import whole
 from hpcllm.checkpoint.state import facts
 from hpcllm.data.pairs import PairRows
+from hpcllm.data.sampler import Sampler
 from hpcllm.data.store import Split
 from hpcllm.errors import CheckpointError
 from hpcllm.evaluation.held_out import has_sums, run_forward
@@ -146,7 +147,8 @@ def _missing(run: RunContext, split: Split, rows: PairRows, known: LogProbabilit
     elif (end := on_root(run.mesh.world, lambda: _last_position(run))) >= rows.count:
         needed = np.arange(rows.count)
     else:  # of a first epoch that is not finished
-        needed = np.sort(np.array([run.loader.sampler.index(position) for position in range(end)], np.int64))
+        sampler = Sampler(rows.count, run.config.run.seed)
+        needed = np.sort(np.array([sampler.index(position) for position in range(end)], np.int64))
     return needed[np.isnan(known[rows.numbers[needed]]).any(1)]
 
 

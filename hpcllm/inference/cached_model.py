@@ -8,7 +8,9 @@ c   1            --+        |  ^
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,7 +20,10 @@ from hpcllm.inference.batch import Text
 from hpcllm.model.paged_cache import BLOCK_TOKENS, CachedPass, PagedCache, side_by_side
 from hpcllm.model.sampling import Sampling, draw
 from hpcllm.model.token_pass import TokenPass, suits
-from hpcllm.model.transformer import Decoder
+from hpcllm.model.transformer import Decoder, run_block
+
+# called with the logits (texts, at least the vocabulary) of a pass, its texts, and the tokens drawn for them
+Observe = Callable[[Tensor, Sequence[Text], Sequence[int]], None]
 
 
 def block_bytes(decoder: Decoder) -> int:
@@ -30,9 +35,16 @@ def block_bytes(decoder: Decoder) -> int:
 class CachedModel:
     """A decoder, or one stage of it, with the keys and values of texts; `next_tokens` of a model in one process."""
 
-    def __init__(self, decoder: Decoder, blocks: int, sampling: Sampling, vocabulary: int) -> None:
-        """vocabulary: ids below this stand for text; no other is drawn."""
-        self.decoder, self.sampling, self.vocabulary = decoder, sampling, vocabulary
+    def __init__(
+        self,
+        decoder: Decoder,
+        blocks: int,
+        sampling: Sampling,
+        vocabulary: int,
+        observe: Observe = lambda *_: None,
+    ) -> None:
+        """vocabulary: ids below this stand for text; no other is drawn. observe: where tokens are drawn."""
+        self.decoder, self.sampling, self.vocabulary, self.observe = decoder, sampling, vocabulary, observe
         heads = decoder.model.key_value_heads // decoder.tp.size
         like = torch.empty(0, dtype=decoder.dtype, device=decoder.device)
         self.cache = PagedCache(map(int, decoder.blocks), blocks, heads, decoder.model.head_dim, like)
@@ -67,4 +79,20 @@ class CachedModel:
         """Draw from logits (texts, at least the vocabulary). Raises NonFiniteError."""
         with torch.inference_mode():
             histories = [text.after(0) for text in texts] if self.sampling.repetition_penalty != 1 else []
-            return draw(logits[:, : self.vocabulary], self.sampling, uniforms, histories)
+            tokens = draw(logits[:, : self.vocabulary], self.sampling, uniforms, histories)
+            self.observe(logits, texts, tokens)
+            return tokens
+
+
+@contextmanager
+def plain_arithmetic(decoders: Sequence[Decoder]) -> Iterator[None]:
+    """Let the decoders of a run pass without codecs, split sequences, and blocks compiled for each length."""
+    before = [(decoder.exact, decoder.shared_by, decoder.run_block) for decoder in decoders]
+    for decoder in decoders:
+        decoder.exact, decoder.run_block = True, run_block
+        decoder.shared_by = replace(decoder.shared_by, sequence=False)
+    try:
+        yield
+    finally:
+        for decoder, (exact, shared_by, block) in zip(decoders, before, strict=True):
+            decoder.exact, decoder.shared_by, decoder.run_block = exact, shared_by, block

@@ -17,7 +17,7 @@ import torch
 
 from hpcllm.errors import ConfigError
 from hpcllm.inference.batch import Batch, Limits, NextTokens, Request, Text
-from hpcllm.inference.cached_model import CachedModel, block_bytes
+from hpcllm.inference.cached_model import CachedModel, Observe, block_bytes
 from hpcllm.model.paged_cache import BLOCK_TOKENS, BlockPool, blocks_for
 from hpcllm.model.sampling import Sampling, check_prompt
 from hpcllm.model.transformer import Decoder
@@ -80,10 +80,17 @@ def make_batch(
     vocabulary: int,
     mesh: Mesh | None = None,
     is_over: IsOver = lambda _: False,
+    waits: Waits | None = None,
+    observe: Observe = lambda *_: None,
 ) -> Batch:
-    """Make the batch of this rank's replica: whoever wants each token as it comes steps it. Arguments as above."""
+    """Make the batch of this rank's replica: whoever wants each token as it comes steps it. Arguments as above.
+
+    waits: of a run; None: those of the job. observe: called on the rank that draws.
+    """
     longest = max((len(request.prompt) for request in requests), default=1)
-    opened = open_model([decoder], longest, len(requests), sampling, settings, vocabulary, mesh)
+    opened = open_model(
+        [decoder], longest, len(requests), sampling, settings, vocabulary, mesh, waits=waits, observe=observe
+    )
     dealt = [Text(index, request) for index, request in enumerate(requests)]
     return opened.batch(dealt[mesh.dp.rank :: mesh.dp.size] if mesh else dealt, is_over)
 
@@ -111,17 +118,18 @@ def open_model(
     mesh: Mesh | None = None,
     placement: Placement | None = None,
     waits: Waits | None = None,
+    observe: Observe = lambda *_: None,
 ) -> OpenModel:
     """Take memory for texts whose longest prompt has so many tokens. Collective over the mesh.
 
-    decoders: this rank's chunks of the model, placed as `placement` says; None: one a rank. waits: of a run. Raises
-    ConfigError where there is not enough memory for one text.
+    decoders: this rank's chunks of the model, placed as `placement` says; None: one a rank. waits: of a run. observe:
+    called on the rank that draws. Raises ConfigError where there is not enough memory for one text.
     """
     window = decoders[0].model.max_sequence
     most = min(longest + settings.tokens, window)
     blocks = _blocks(decoders, most, min(settings.texts, max(texts, 1)), settings, mesh)
     limits = Limits(settings.tokens, settings.texts, window, settings.stops)
-    models = [CachedModel(decoder, blocks, sampling, vocabulary) for decoder in decoders]
+    models = [CachedModel(decoder, blocks, sampling, vocabulary, observe) for decoder in decoders]
     if mesh is None:
         return OpenModel(models[0], limits, BlockPool(blocks))
     from hpcllm.inference.several_ranks import SharedModel  # starts MPI

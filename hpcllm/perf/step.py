@@ -23,7 +23,7 @@ from hpcllm.collectives import group_of
 from hpcllm.config import schema as configs
 from hpcllm.config.schema import Config
 from hpcllm.errors import ConfigError
-from hpcllm.finetuning.preferences import objective_of
+from hpcllm.finetuning.objectives import objective_of
 from hpcllm.mpi.collective_errors import on_root
 from hpcllm.perf import calibrate
 from hpcllm.system.device import synchronize
@@ -41,6 +41,11 @@ def run(arguments: argparse.Namespace, comm: MPI.Intracomm) -> int:
     if arguments.run is None:
         raise ConfigError("step needs RUN.toml, a run file as for `hpcllm train`, or --calibrate")
     tables = on_root(comm, lambda: configs.to_tables(configs.load(arguments.run, arguments.overrides)))
+    if tables["finetuning"]["kind"] == "grpo":
+        raise ConfigError(
+            "finetuning.kind = 'grpo': a step takes as long as its texts are; a run's log.jsonl has generation_s and "
+            "step_s; valid here: another kind"
+        )
     records = measure(configs.from_tables(tables), arguments.policies, arguments.steps, arguments.warmup, comm)
     if comm.rank == 0:
         show(arguments, records, _table(records))

@@ -74,6 +74,7 @@ def resolve(
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocabulary=vocabulary))
     check_vocabulary(config)
     placement = schedule.placement
+    _check_texts(config, placement)
     return ResolvedRun(config, schedule, layer_spans(config, placement), recompute_levels(config, placement))
 
 
@@ -108,6 +109,24 @@ def check_layout(config: Config, ranks: int) -> Config:
             f"(data.global_batch = {batch} over mesh.dp = {dp}); valid: {divisors(batch // dp)}"
         )
     return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, dp=dp))
+
+
+def _check_texts(config: Config, placement: Placement) -> None:
+    """Raise MeshError where a run cannot write texts in whole groups to learn from, or not at all."""
+    if config.finetuning.kind != "grpo":
+        return
+    batch, dp, samples = config.data.global_batch, config.mesh.dp, config.finetuning.reward.samples
+    if batch // dp % samples:
+        raise MeshError(
+            f"finetuning.reward.samples = {samples} does not divide the {batch // dp} texts of a replica "
+            f"(data.global_batch = {batch} over mesh.dp = {dp}), which writes whole groups; valid: "
+            f"{divisors(batch // dp)}, or a global_batch that is a multiple of {samples} x {dp}"
+        )
+    if placement.chunks > 1:
+        raise MeshError(
+            f"{_shape(placement)}: with finetuning.kind = 'grpo' texts are written by stages in a row, one a rank; "
+            "valid: pipeline.schedule = 'gpipe', '1f1b' or 'zb-h1'"
+        )
 
 
 def _check_split(config: Config) -> None:

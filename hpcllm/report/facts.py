@@ -152,6 +152,7 @@ def _loss(history: History) -> dict[str, Any]:
             "validation_loss": checked[-1]["validation_loss"],
             "bits_per_byte": checked[-1].get("bits_per_byte"),
             "validation_accuracy": number(checked[-1].get("validation_rewards/accuracies")),
+            "validation_reward": number(checked[-1].get("validation_reward")),
             "best_validation_loss": best["validation_loss"],
             "best_validation_step": best["step"],
         }

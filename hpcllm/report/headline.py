@@ -42,7 +42,7 @@ def what_ran(run: Run, facts: Mapping[str, Any]) -> str:
     store = run.key("data", "store")
     found += f" on {Path(store).name}" if isinstance(store, str) and store else ""
     kind = run.key("finetuning", "kind")
-    found += f", {kind} fine-tuning" if kind in ("supervised", "dpo") else ""
+    found += f", {kind} fine-tuning" if kind in ("supervised", "dpo", "grpo") else ""
     if "ranks" in facts:
         mesh = f" ({mesh_text(facts['mesh'])})" if "mesh" in facts else ""
         nodes = f" on {counted(facts['nodes'], 'node')}" if "nodes" in facts else ""
@@ -65,6 +65,8 @@ def _tiles(facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         found.append(("training loss", f"{facts['loss']:.4f}", f"{facts['loss_unit']}, last logged"))
     if "validation_loss" in facts:
         below = f"{facts['bits_per_byte']:.3f} bits a byte" if "bits_per_byte" in facts else facts["loss_unit"]
+        if "validation_reward" in facts:
+            found.append(("held-out reward", f"{facts['validation_reward']:.4f}", "of the likeliest texts, last"))
         found.append(("held-out loss", f"{facts['validation_loss']:.4f}", below))
     if "validation_accuracy" in facts:
         found.append(("accuracy", percent(facts["validation_accuracy"], 0), "of held-out pairs: chosen preferred"))

@@ -73,6 +73,8 @@ class History:
 
 def unit_of(history: History) -> str:
     """Unit of the losses of a log."""
+    if "groups_without_signal" in history.last:
+        return "of the policy, a token; held out: minus the reward"
     return "nats a pair" if "rewards/margins" in history.last else "nats a token"
 
 

@@ -31,6 +31,7 @@ from hpcllm.report.facts import (
 from hpcllm.report.figures import Curve, Panel, curves, raw_and_smoothed
 from hpcllm.report.page import Block, Figure, Pairs, Section, Table, Text, Verbatim
 from hpcllm.report.preferences import preferences
+from hpcllm.report.rewards import rewards
 from hpcllm.report.run_folder import History, Record, Run, number, unit_of
 from hpcllm.report.tasks import tasks
 from hpcllm.system.energy.account import WORDS
@@ -59,6 +60,7 @@ def sections(run: Run, facts: Mapping[str, Any], log_x: bool) -> list[Section]:
     return [
         Section("Loss", _loss(history, resumes, log_x, along)),
         Section("Preferences", preferences(history, resumes, log_x, along)),
+        Section("Rewards", rewards(history, resumes, log_x, along)),
         Section("Tasks", tasks(history, resumes, log_x, along)),
         Section("Generated text", _samples(run)),
         Section("Where the time goes", time_blocks({"": history}, along)),

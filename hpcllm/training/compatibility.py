@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # besides the model and [finetuning]: other values would silently train on other samples, or from other weights
 FIXED = ("run.seed", "data.sequence_length", "data.document_mask", "data.packing")
+FREE = ("finetuning.reward.limit_s",)  # of which nothing that is learned depends
 BEFORE_MASKS: dict[str, Any] = {"document_mask": False, "packing": "stream"}  # keys of [data] that older runs lack
 
 
@@ -36,7 +37,7 @@ def check_same_run(config: Config, store: TokenStore, before: RunFacts, tokenize
     filled = {"data": BEFORE_MASKS, "finetuning": to_tables(Config())["finetuning"]}  # in records of older versions
     begun = {**before.config, **{name: keys | before.config.get(name, {}) for name, keys in filled.items()}}
     then, now = map(_flat, _one_spelling(begun, to_tables(config)))
-    fixed = [key for key in now if key.startswith(("model.", "finetuning.")) or key in FIXED]
+    fixed = [k for k in now if (k.startswith(("model.", "finetuning.")) or k in FIXED) and k not in FREE]
     changed = [f"{key} = {now[key]!r}, was {then.get(key)!r}" for key in fixed if now[key] != then.get(key)]
     if before.fingerprint and before.fingerprint != store.fingerprint:
         changed.insert(

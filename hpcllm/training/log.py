@@ -61,7 +61,7 @@ class Log:
         self.write(record)
         parts = [f"step {record['step']:>6}/{self.bar.total}", f"validation loss {record['validation_loss']:.4f}"]
         parts += [f"bits per byte {record['bits_per_byte']:.4f}"] if "bits_per_byte" in record else []
-        self.print("  ".join([*parts, *_preference_parts(record, "validation_")]))
+        self.print("  ".join([*parts, *_figure_parts(record, "validation_")]))
 
     def write(self, record: Record) -> None:
         """Write a record to the files and print nothing. Raises HpcllmError where a file cannot be written."""
@@ -208,7 +208,7 @@ def step_line(record: Mapping[str, Any], steps: int, columns: int = 0) -> str:
     are_few = targets < MOST_NAMED * record["tokens_per_s"] * record["step_s"]
     parts = [
         f"step {record['step']:>6}/{steps}",
-        "  ".join([f"loss {record['loss']:.4f}", *_preference_parts(record)]),
+        "  ".join([f"loss {record['loss']:.4f}", *_figure_parts(record)]),
         f"of {targets:,.0f} targets" if are_few else "",
         f"lr {record['learning_rate']:.2e}",
         f"grad {grad}",
@@ -222,8 +222,10 @@ def step_line(record: Mapping[str, Any], steps: int, columns: int = 0) -> str:
     return fitted(parts, LESS_NEEDED, columns)
 
 
-def _preference_parts(record: Mapping[str, Any], before: str = "") -> list[str]:
-    """Say how often, and by how much, the chosen answer is preferred; [] where that was not measured."""
+def _figure_parts(record: Mapping[str, Any], before: str = "") -> list[str]:
+    """Say what texts are rewarded with; or how often, and by how much, chosen answers are preferred; [] of others."""
+    if f"{before}reward" in record:
+        return [f"reward {record[f'{before}reward']:.3f}", f"length {record[f'{before}length']:.1f}"]
     if f"{before}rewards/accuracies" not in record:
         return []
     margin = record[f"{before}rewards/margins"]

@@ -181,6 +181,7 @@ def _log_step(
     norm = agreed.gradient_norm if math.isfinite(agreed.gradient_norm) else None  # JSON has no word for infinity
     record: Record = {"step": step, "loss": agreed.loss, "learning_rate": rate, "grad_norm": norm}
     record |= zip(run.objective.figures, agreed.figures, strict=True)
+    record |= run.objective.facts(run)
     if run.loss_scale.is_dynamic:
         record |= {"loss_scale": run.loss_scale.value, "skipped_steps": step - run.optimizer.updates}
     record |= pace.take(step)
@@ -190,6 +191,8 @@ def _log_step(
         record["host_memory_gb"] = memory_gb[1].item()
     if log:
         log.step(record)
+        for text in record.get("texts", ()):
+            log.print(f"  {text['prompt']!r} -> {text['text']!r}, reward {text['reward']:g}")
     accounting.timer.end("between")
 
 

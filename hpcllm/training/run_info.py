@@ -64,7 +64,7 @@ def start_lines(run: RunContext) -> list[str]:
             f"warning: {config.communication.tuning} has no rates of {', '.join(unknown)}, so that travels raw; "
             "measure with `python -m hpcllm.perf tune RUN.toml`"
         )
-    if repeated := epochs_note(epochs(config, run.store)):
+    if config.finetuning.kind != "grpo" and (repeated := epochs_note(epochs(config, run.store))):
         lines.append(f"warning: {repeated}")
     return lines
 
@@ -86,6 +86,11 @@ def _window_text(config: Config, device: torch.device) -> str:
 def _finetuning_line(run: RunContext) -> str:
     """Say what a fine-tuning learns: 'supervised fine-tuning on chats: 12,345 of 30,000 tokens are targets (41 %)'."""
     header = run.store.header
+    if run.config.finetuning.kind == "grpo":
+        reward = run.config.finetuning.reward
+        prompts = run.config.data.global_batch // reward.samples
+        by = f"{reward.function} of {reward.file}" if reward.file else "the answer, exactly"
+        return f"grpo on {reward.prompts}, rewarded by {by}: {prompts} prompts a step, {reward.samples} texts of each"
     tokens = header.tokens["train"]
     targets = header.counted.get("train", tokens)
     of_text = "; of a text all are, so this goes on with the training before" if header.kind == "text" else ""

@@ -26,10 +26,8 @@ from hpcllm.collectives import group_of, prepare
 from hpcllm.collectives.selection import link_codec
 from hpcllm.collectives.tuning import Tuning, load_tuning
 from hpcllm.config.schema import Config, traffic_codecs
-from hpcllm.data.loader import Loader
-from hpcllm.data.sampler import Sampler
+from hpcllm.data.loader import Samples
 from hpcllm.data.store import TokenStore, open_store
-from hpcllm.data.store_watch import StoreWatch
 from hpcllm.model.compiled import check_compiler, compile_blocks
 from hpcllm.model.gradient_sums import has_wide_products
 from hpcllm.model.initialisation import allocate_chunks, initial_values
@@ -70,7 +68,7 @@ class RunContext:
     store: TokenStore
     device_setup: DeviceSetup
     objective: Objective
-    loader: Loader
+    loader: Samples
     schedule: Schedule  # checked
     bubble: float  # share of a step that it lets a rank idle, if a backward pass takes twice a forward pass
     parameters: dict[str, torch.nn.Parameter]  # of this rank that are trained, in the order of the model
@@ -186,7 +184,7 @@ def open_run(config: Config, comm: MPI.Intracomm, objective: Objective = NEXT_TO
             store=store,
             device_setup=device_setup,
             objective=objective,
-            loader=_loader(config, mesh, store, objective, device_setup.device),
+            loader=objective.open_samples(config, mesh, store, device_setup.device),
             schedule=schedule,
             bubble=bubble,
             parameters=parameters,
@@ -213,21 +211,6 @@ def _read_base(
     shards = Shards(parameter_shapes(config.model), mesh.tp.rank, mesh.tp.size)
     tensors = {name: parameter.detach() for name, parameter in frozen.items()}
     return read_base(Path(config.run.start_from), tensors, quantised, shards, mesh.world)
-
-
-def _loader(config: Config, mesh: Mesh, store: TokenStore, objective: Objective, device: torch.device) -> Loader:
-    data, rows = config.data, objective.rows(config, store, "train", mesh.world)
-    share = data.global_batch // mesh.dp.size
-    return Loader(
-        rows=rows,
-        sampler=Sampler(rows.count, config.run.seed),
-        share=share,
-        first=mesh.dp.rank * share,
-        global_batch=data.global_batch,
-        microbatches=config.pipeline.microbatches,
-        device=device,
-        watch=StoreWatch(store, "train"),
-    )
 
 
 def _tensor_parallel(config: Config, mesh: Mesh, tuning: Tuning | None, watchdog: Watchdog) -> TensorParallel:

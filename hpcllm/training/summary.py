@@ -88,7 +88,11 @@ class Summary:
 
     def _held_out(self) -> list[tuple[str, str]]:
         if not self.validation:
-            return [] if self.stopped_by else [("held-out loss", "none: the store has too little validation text")]
+            why = "no held-out prompts" if self.config.finetuning.kind == "grpo" else "the store has too little text"
+            return [] if self.stopped_by else [("held-out loss", f"none: {why} to validate with")]
+        if "reward" in self.validation.figures:
+            words = f"{self.validation.figures['reward']:.4f}, the likeliest texts of {self.validation.samples} prompts"
+            return [("held-out reward", words)]
         rows = [("held-out loss", f"{self.validation.loss:.4f}, {self.validation.samples} samples")]
         if "rewards/accuracies" in self.validation.figures:
             rows.append(("accuracy", f"{self.validation.figures['rewards/accuracies']:.3f} of held-out pairs"))

@@ -85,7 +85,12 @@ def folder(made, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("command", "file", "key", "words"),
     [
-        ("finetune", "run.toml", "", "finetuning.kind is 'none'; valid: 'supervised', on chats, or 'dpo'"),
+        (
+            "finetune",
+            "run.toml",
+            "",
+            "finetuning.kind is 'none'; valid: 'supervised', on chats, 'dpo', on preferences, or 'grpo'",
+        ),
         ("finetune", "tune.toml", "run.start_from=", "run.start_from is missing"),
         ("finetune", "tune.toml", "run.start_from=none", "run.start_from = 'none' is not there"),
         ("finetune", "tune.toml", "finetuning.kind=rlhf", "one of 'none', 'supervised', 'dpo'"),

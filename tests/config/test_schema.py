@@ -197,6 +197,16 @@ def test_words_of_the_command_line(override, key, value):
     assert (found, type(found)) == (value, type(value))
 
 
+def grpo(**reward):
+    """Tables of a run that learns from rewards; a model that is known, so that all is checked at once."""
+    reward = {"prompts": "copy", **reward}
+    return {
+        "run": {"start_from": "x"},
+        "model": {"layers": 2},
+        "finetuning": {"kind": "grpo", "reward": reward},
+    }
+
+
 @pytest.mark.parametrize(
     ("tables", "said"),
     [
@@ -269,12 +279,20 @@ def test_words_of_the_command_line(override, key, value):
         ({"finetuning": {"kind": "sft"}}, ["finetuning.kind = 'sft'", "'supervised', 'dpo'"]),
         ({"finetuning": {"adapter": 3}}, ["finetuning.adapter = 3", "[finetuning.adapter]"]),
         ({"finetuning": {"adapter": {"rnk": 3}}}, ["unknown key finetuning.adapter.rnk", "rank"]),
-        ({"finetuning": {"adapter": {"rank": 3}}}, ["adapter.rank = 3", "kind = 'none'", "'supervised' or 'dpo'"]),
+        ({"finetuning": {"adapter": {"rank": 3}}}, ["adapter.rank = 3", "kind = 'none'", "'supervised', 'dpo' or"]),
         ({"finetuning": {"adapter": {"alpha": 3}}}, ["adapter.alpha = 3.0", "rank = 0", "alpha = 16.0"]),
         ({"finetuning": {"adapter": {"base": "int4"}}}, ["adapter.base = 'int4'", "rank = 0", "base = 'compute'"]),
         ({"finetuning": {"adapter": {"targets": ["up"]}}}, ["adapter.targets = ('up',)", "rank = 0"]),
         ({"finetuning": {"adapter": {"targets": ["head"]}}}, ["adapter.targets", "query, key, value"]),
         ({"finetuning": {"kind": "supervised", "beta": 0.5}}, ["beta = 0.5", "'supervised'", "kind = 'dpo'"]),
+        ({"finetuning": {"kind": "dpo", "reward": {"kl": 1}}}, ["reward.kl = 1.0", "'dpo'", "kind = 'grpo'"]),
+        ({"finetuning": {"kind": "grpo", "reward": {"prompts": "copy"}}}, ["needs run.start_from"]),
+        (grpo(prompts=""), ["finetuning.reward.prompts is missing", "'sort:4'"]),
+        (grpo(samples=7), ["global_batch = 32", "samples = 7", "a multiple of it"]),
+        (grpo(samples=1), ["finetuning.reward.samples = 1", "2 to 2^16"]),
+        (grpo(tokens=300), ["reward.tokens = 300", "sequence_length = 256"]),
+        (grpo(function="a b"), ["finetuning.reward.function = 'a b'", "a name as Python has them"]),
+        (grpo() | {"optimizer": {"shard": "all"}}, ["shard = 'all'", "kind = 'grpo'", "'states+gradients'"]),
     ],
 )
 def test_a_wrong_file_is_refused_with_key_value_and_what_is_valid(tables, said):

@@ -14,7 +14,7 @@ EVERY = [block for page in PAGES for block in blocks_of(page)]
 TO_RUN = [page for page in PAGES if any(block.runs for block in blocks_of(page))]
 LONG = (
     "laptop", "huggingface", "resume", "checkpoint", "measure", "planner", "collectives", "low-rank-adapters",
-    "preferences", "evaluate", "generate", "README",
+    "preferences", "evaluate", "generate", "rewards", "README",
 )  # fmt: skip
 FULL = pytest.mark.full(reason="many starts of PyTorch, searches or training")
 

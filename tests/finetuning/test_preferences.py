@@ -18,7 +18,8 @@ from small_runs import dividing
 from torch.nn import functional
 
 from hpcllm.errors import ConfigError
-from hpcllm.finetuning.preferences import FIGURES, PairLoss, objective_of
+from hpcllm.finetuning.objectives import objective_of
+from hpcllm.finetuning.preferences import FIGURES, PairLoss
 from hpcllm.finetuning.reference import FILE
 from hpcllm.model.loss import IGNORED
 from hpcllm.training.resume import resume

@@ -12,7 +12,8 @@ from mpi4py import MPI
 from preference_runs import curve, dpo
 
 from hpcllm.data.store import TokenStore
-from hpcllm.finetuning.preferences import FIGURES, objective_of
+from hpcllm.finetuning.objectives import objective_of
+from hpcllm.finetuning.preferences import FIGURES
 from hpcllm.optim.adamw import learning_rate
 from hpcllm.training.setup import open_run
 

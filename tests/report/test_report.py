@@ -110,6 +110,32 @@ def test_a_run_that_learned_from_preferences_shows_its_figures(tmp_path):
     assert "Preferences" not in Page(page_of(made_up.write(tmp_path / "text"))).headings
 
 
+def test_a_run_that_learned_from_rewards_shows_figures_and_texts(tmp_path):
+    folder = made_up.write(tmp_path / "r")
+    figures = ("reward", "groups_without_signal", "length", "cut_share", "entropy", "kl", "sampler_difference")
+    lines = made_up.read_lines(folder)
+    for line in lines:
+        if "loss" in line:
+            line.update(dict.fromkeys(figures, 0.8125))
+            line["texts"] = [{"prompt": "<b>p</b> =", "text": " t\u202e", "reward": 0.25}, "no text", {"reward": "x"}]
+        elif "validation_loss" in line:
+            line.pop("bits_per_byte")
+            line.update(validation_loss=-0.75, validation_reward=0.75, validation_length=3.5)
+    made_up.write_lines(folder, lines)
+    html = page_of(folder)
+    shown = Page(html)
+    assert "Rewards" in shown.headings
+    for words in ("0.812", "0.7500", "minus the reward", "of the likeliest texts", "<b>p</b> =", "0.25"):
+        assert words in shown.text
+    assert "<b>p" not in html
+    assert "\u202e" not in html
+    for broken in ([], 3, None, [3]):
+        lines[-1 if "loss" in lines[-1] else [i for i, x in enumerate(lines) if "loss" in x][-1]]["texts"] = broken
+        made_up.write_lines(folder, lines)
+        assert "Rewards" in Page(page_of(folder)).headings
+    assert "Rewards" not in Page(page_of(made_up.write(tmp_path / "text"))).headings
+
+
 def test_two_runs_of_one_name_are_told_apart(tmp_path):
     folders = [made_up.write(tmp_path / place / "r") for place in ("a", "b")]
     names = [run.name for run in read_runs([*folders, folders[0]])]

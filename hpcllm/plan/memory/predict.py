@@ -6,6 +6,8 @@
     optimizer     two moments, masters where kept        8 n + 4 n
     activations   the most that a step has at once       once through the actions of the schedule
     buffers       gradients on their way to their owner, weights gathered for a while, the residual of error feedback
+    texts         of a run that learns from rewards: keys and values while it generates, in place of activations, and
+                  the reference, a copy of what is trained
     checkpoint    the copy that a thread writes while training goes on: a replica's share of all that is kept
     offloaded     what waits in host memory: the device has landings for the states of three buffers, and a window of
                   the activations beside those of one block
@@ -53,6 +55,7 @@ ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 ON_THEIR_WAY = 3  # gradient buffers at most, besides those that are being filled: optim/buckets.py
 # as optim/host_states.py and pipeline/host_activations.py, which import torch, have them
 LANDINGS, SLAB_BYTES, WINDOW_TENSORS = 3, 32 << 20, 4 + 3
+BLOCK_TOKENS, MOST_TEXTS = 16, 256  # as model/paged_cache.py and finetuning/rollouts.py have them
 N = TypeVar("N", int, float)
 SHARDS = ("none", "states", "states+gradients", "all")  # each shares what the one before does, and more
 
@@ -77,7 +80,29 @@ def predict(config: Config, schedule: Schedule, pp_rank: int, tp_rank: int = 0) 
             for chunk, (use, each, stage) in enumerate(zip(uses, sizes, stages, strict=True))
         ]
     activations = target_bytes(config) + peak(points, uses, sizes[0].residual) + _whole_again_bytes(config)
+    if config.finetuning.kind == "grpo":
+        layers = sum(spans[stage].last_block - spans[stage].first_block for stage in stages)
+        activations = max(activations, target_bytes(config) + _cache_bytes(config, layers))
+        rest = replace(rest, parameters=rest.parameters + _reference_bytes(config, [spans[s] for s in stages], tp_rank))
     return replace(rest, activations=activations)
+
+
+def _cache_bytes(config: Config, layers: int) -> int:
+    """Return the bytes of the keys and values of texts, which are gone when the passes of a step begin."""
+    model, mesh = config.model, config.mesh
+    texts = min(config.data.global_batch // mesh.dp, MOST_TEXTS)
+    longest = min(config.data.sequence_length + 1, model.max_sequence)
+    channels = 2 * layers * model.key_value_heads // mesh.tp * model.head_dim
+    tokens = BLOCK_TOKENS * math.ceil(longest / BLOCK_TOKENS)
+    return texts * tokens * channels * ITEM_BYTES[config.precision.compute]
+
+
+def _reference_bytes(config: Config, spans: Sequence[StageSpan], tp_rank: int) -> int:
+    """Return the bytes of the copy of what is trained, as it was when the run began; 0 if no loss asks for it."""
+    if not config.finetuning.reward.kl:
+        return 0
+    sizes = split_sizes(config.model, tuple(spans), config.mesh.tp, tp_rank, config.finetuning.adapter)
+    return ITEM_BYTES[config.precision.compute] * sum(sizes.values())
 
 
 def _shared(config: Config) -> Config:
