@@ -1,4 +1,4 @@
-"""What a run learns by its run file: finetuning.kind -> an Objective of the training loop.
+"""Objective of a run by its run file: finetuning.kind -> what the training loop learns.
 
 none, supervised    training/objective.py    the next token
 dpo                 preferences.py           which of two answers is the better one
@@ -17,7 +17,7 @@ from hpcllm.training.objective import NEXT_TOKEN, Objective
 
 
 def objective_of(config: Config, process: RewardProcess | None = None) -> Objective:
-    """Return what a run learns. process: that calls the function of rewards, where that is of a file."""
+    """Return the objective of a run. process: that calls the function of rewards, where that is of a file."""
     finetuning = config.finetuning
     if finetuning.kind == "dpo":
         return Preferences(finetuning.beta)

@@ -16,6 +16,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -90,7 +91,8 @@ def _prompts(config: Config, store: TokenStore, name: str, key: str, part: Part)
         examples = _examples(name, part, reward, config.run.seed)
         requests = requests_of(examples, Encoder(store.tokenizer_json), config.model.vocabulary)
     except (ConfigError, DataError) as error:
-        raise type(error)(f"finetuning.reward.{key} = {name!r}: {error}") from error
+        made = "" if Path(name).suffix else f" with finetuning.reward.problems = {reward.problems}"
+        raise type(error)(f"finetuning.reward.{key} = {name!r}{made}: {error}") from error
     room = config.data.sequence_length + 1 - reward.tokens  # the last token of a text is a target alone
     found = [
         Prompt(example.contexts[0].rstrip(), example.choices[example.answer].strip(), tuple(request.context))

@@ -23,13 +23,14 @@ from hpcllm.collectives import group_of
 from hpcllm.config import schema as configs
 from hpcllm.config.schema import Config
 from hpcllm.errors import ConfigError
-from hpcllm.finetuning.objectives import objective_of
+from hpcllm.finetuning.preferences import Preferences
 from hpcllm.mpi.collective_errors import on_root
 from hpcllm.perf import calibrate
 from hpcllm.system.device import synchronize
 from hpcllm.system.output import show
 from hpcllm.system.text import table
 from hpcllm.training.log import KINDS, TRAFFIC, Traffic
+from hpcllm.training.objective import NEXT_TOKEN, Objective
 from hpcllm.training.setup import RunContext, open_run
 from hpcllm.training.step import forward_backward
 
@@ -56,7 +57,7 @@ def measure(config: Config, policies: Sequence[str], steps: int, warmup: int, co
     """One record a policy; times are those of the slowest rank. Collective over comm."""
     with ExitStack() as stack:
         each = [_with_policy(config, policy) for policy in policies]
-        runs = [stack.enter_context(open_run(one, comm, objective_of(one))) for one in each]
+        runs = [stack.enter_context(open_run(one, comm, _objective(one))) for one in each]
         times: list[list[float]] = [[] for _ in runs]
         traffic = [run.traffic() for run in runs]
         for number in range(warmup + steps):
@@ -68,6 +69,12 @@ def measure(config: Config, policies: Sequence[str], steps: int, warmup: int, co
             _record(policy, run, seconds[warmup:], (run.traffic() - before) / steps, comm)
             for policy, run, seconds, before in zip(policies, runs, times, traffic, strict=True)
         ]
+
+
+def _objective(config: Config) -> Objective:
+    """Return what a step learns; texts that are to be written first have no place in a measurement."""
+    finetuning = config.finetuning
+    return Preferences(finetuning.beta) if finetuning.kind == "dpo" else NEXT_TOKEN
 
 
 def _with_policy(config: Config, policy: str) -> Config:

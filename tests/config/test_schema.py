@@ -285,7 +285,7 @@ def grpo(**reward):
         ({"finetuning": {"adapter": {"targets": ["up"]}}}, ["adapter.targets = ('up',)", "rank = 0"]),
         ({"finetuning": {"adapter": {"targets": ["head"]}}}, ["adapter.targets", "query, key, value"]),
         ({"finetuning": {"kind": "supervised", "beta": 0.5}}, ["beta = 0.5", "'supervised'", "kind = 'dpo'"]),
-        ({"finetuning": {"kind": "dpo", "reward": {"kl": 1}}}, ["reward.kl = 1.0", "'dpo'", "kind = 'grpo'"]),
+        ({"finetuning": {"reward": {"kl": 1}}}, ["reward.kl = 1.0", "kind = 'none'", "kind = 'grpo'"]),
         ({"finetuning": {"kind": "grpo", "reward": {"prompts": "copy"}}}, ["needs run.start_from"]),
         (grpo(prompts=""), ["finetuning.reward.prompts is missing", "'sort:4'"]),
         (grpo(samples=7), ["global_batch = 32", "samples = 7", "a multiple of it"]),
