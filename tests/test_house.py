@@ -110,7 +110,7 @@ def test_no_chain_of_imports_is_long():
         return lengths[module]
 
     longest = max(MODULES, key=length)
-    assert length(longest) <= 15, f"from {longest} down, {length(longest)} modules import one another"
+    assert length(longest) <= 16, f"from {longest} down, {length(longest)} modules import one another"
 
 
 RIDDLES = re.compile(r"(Of|What|Whether|The same|That|As|In which|Which|How|With|Is|For|So|Where|Who)\b")
