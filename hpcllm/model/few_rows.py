@@ -41,7 +41,7 @@ def add_product(
     """
 
 
-@overload(add_product)
+@overload(add_product)  # type: ignore[untyped-decorator]
 def _of_a_kind(x: Any, weight: Any, scales: Any, bias: Any, first: Any, end: Any, adds: Any, y: Any) -> Any:  # noqa: ARG001
     chosen = _add_packed if weight.dtype == types.uint8 else _add_plain
 

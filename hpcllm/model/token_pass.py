@@ -151,4 +151,4 @@ def _line(block: Block, keys: NDArray[Any], values: NDArray[Any]) -> NDArray[np.
 
 def _put_vectors(line: NDArray[np.int64], column: int, norm: nn.Module) -> None:
     bias = getattr(norm, "bias", None)
-    line[column : column + 2] = norm.weight.data_ptr(), 0 if bias is None else bias.data_ptr()  # type: ignore[operator, union-attr]
+    line[column : column + 2] = norm.weight.data_ptr(), 0 if bias is None else bias.data_ptr()  # type: ignore[operator]
