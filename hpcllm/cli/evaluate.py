@@ -16,33 +16,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcllm.cli.options import count, count_to, file_or_folder, whole
-from hpcllm.config.rules import MOST_TASKS
+from hpcllm.config.rules import MOST_SHOTS, MOST_TASKS, Range
 from hpcllm.errors import ConfigError, MeshError
 from hpcllm.plotting import picture_path
-from hpcllm.system.command_line import add_stall_limit
+from hpcllm.system.command_line import add_stall_limit, real
 from hpcllm.system.job import launched_ranks, run_job
 from hpcllm.system.output import add_output, check_writable, show
-from hpcllm.system.text import printable_path, table
+from hpcllm.system.text import printable, printable_path, table
+
+MOST_OUTCOMES = 8  # that are shown of programs
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from hpcllm.evaluation.judge_process import JudgeProcess
     from hpcllm.evaluation.scoring import Advance
-    from hpcllm.evaluation.tasks import Result
+    from hpcllm.evaluation.settings import Options
+    from hpcllm.evaluation.tasks import Result, TaskName
     from hpcllm.mpi.mesh import Mesh
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description = (
-        "Measure a model: held-out loss of token stores, multiple choice by log-likelihood, fixed answers, problems "
-        "made with a seed. Ranks share the examples under mpirun or srun; the figures are the same on any number."
+        "Measure a model: held-out loss of token stores, multiple choice by log-likelihood, fixed answers, answers "
+        "that it writes, problems made with a seed. Ranks share the examples under mpirun or srun; the figures are "
+        "the same on any number."
     )
     add, words = parser.add_argument, "a checkpoint, a run folder, or a Hugging Face folder"
     add("checkpoint", type=file_or_folder, metavar="CHECKPOINT", help=words)
     words = (
         "a token store, a file of examples, FORMAT=FILE of a benchmark (arc, hellaswag, mmlu, ...), or problems: copy, "
-        "reverse, sort, addition, induction, needle, with a size as in sort:8; may be repeated"
+        "reverse, sort, addition, induction, needle, with a size as in sort:8; generate=FILE, gsm8k=FILE, ... or "
+        "generate=sort:8: the model writes the answers; humaneval: it writes programs; may be repeated"
     )
     add("--task", action="append", required=True, metavar="TASK", dest="tasks", help=words)
     add("--limit", type=count, metavar="N", help="at most so many examples of a file, rows of a store (default: all)")
@@ -53,10 +59,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="so many of each task that is made (default: 200)",
     )
-    add("--seed", type=whole(0, (1 << 63) - 1), default=0, help="of made problems (default: 0)")
+    add("--seed", type=whole(0, (1 << 63) - 1), default=0, help="of made problems and of shots (default: 0)")
+    words = "examples with their answers in front of each question, drawn by --seed (default: 0)"
+    add("--shots", type=whole(0, MOST_SHOTS), default=0, metavar="K", help=words)
+    words = "draw them from this file, of the task's format (default: the other rows of the task's own)"
+    add("--shots-from", type=file_or_folder, metavar="FILE", help=words)
+    words = "of an answer that the model writes, at most (default: 256, of problems as many as the longest answer)"
+    add("--tokens", type=whole(1, 1 << 24), metavar="N", help=words)
     add("--all-checkpoints", action="store_true", help="of a run folder, each checkpoint")
     words = "with --all-checkpoints, draw the figures over the steps: .svg or .png"
     add("--plot", type=picture_path, metavar="FILE", help=words)
+    _add_code(parser)
     add("--tp", type=count, default=1, metavar="N", help="ranks that share each layer (default: 1)")
     add("--pp", type=count, default=1, metavar="N", help="stages of layers (default: 1)")
     words = "what to compute in (default: fp32)"
@@ -68,14 +81,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "the figures with their errors as JSON")
 
 
+def _add_code(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("code (humaneval)")
+    add = group.add_argument
+    add("--samples", type=count_to(1000), default=1, metavar="N", help="texts of each problem (default: 1)")
+    words = "of the draws; 0: the likeliest text (default: 0 for one sample, else 0.8)"
+    add("--temperature", type=real(Range(0, 1e9)), metavar="T", help=words)
+    words = "the chance that one of K samples passes; may be repeated (default: 1)"
+    add("--k", type=count_to(1000), action="append", metavar="K", help=words)
+    add("--time-s", type=real(Range(0.1, 3600)), default=5.0, metavar="S", help="of each program (default: 5)")
+    words = "memory of each program (default: 512)"
+    add("--memory-mib", type=count_to(1 << 20), default=512, metavar="MIB", help=words)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate and print. Raises UserError, CheckpointError, NonFiniteError, StallError."""
-    if arguments.tp * arguments.pp == 1 and launched_ranks() == 1:
-        return _evaluate(arguments, None)
-    return run_job(lambda world: _on_ranks(arguments, world), arguments.stall_s)
+    from hpcllm.evaluation.judge_process import open_judge
+
+    with open_judge(arguments.tasks) as judge:
+        if arguments.tp * arguments.pp == 1 and launched_ranks() == 1:
+            return _evaluate(arguments, None, judge)
+        return run_job(lambda world: _on_ranks(arguments, world, judge), arguments.stall_s)
 
 
-def _on_ranks(arguments: argparse.Namespace, world: MPI.Intracomm) -> int:
+def _on_ranks(arguments: argparse.Namespace, world: MPI.Intracomm, judge: JudgeProcess | None) -> int:
     from hpcllm.config.schema import MeshConfig
     from hpcllm.mpi.mesh import open_mesh
 
@@ -86,16 +115,15 @@ def _on_ranks(arguments: argparse.Namespace, world: MPI.Intracomm) -> int:
             f"{world.size} rank{'s' if world.size > 1 else ''} of the job; start it with a multiple of {each}"
         )
     with open_mesh(world, MeshConfig(dp=world.size // each, pp=arguments.pp, tp=arguments.tp)) as mesh:
-        return _evaluate(arguments, mesh)
+        return _evaluate(arguments, mesh, judge)
 
 
-def _evaluate(arguments: argparse.Namespace, mesh: Mesh | None) -> int:
+def _evaluate(arguments: argparse.Namespace, mesh: Mesh | None, judge: JudgeProcess | None) -> int:
     from hpcllm.mpi.collective_errors import on_root
     from hpcllm.system.quick_imports import quick_imports
 
     with quick_imports():
         from hpcllm.evaluation.evaluate import evaluate
-        from hpcllm.evaluation.measuring import Options
         from hpcllm.evaluation.tasks import parse_task
 
     if arguments.plot and not arguments.all_checkpoints:
@@ -104,14 +132,14 @@ def _evaluate(arguments: argparse.Namespace, mesh: Mesh | None) -> int:
     if len(arguments.tasks) > MOST_TASKS:
         raise ConfigError(f"{len(arguments.tasks)} tasks; valid: up to {MOST_TASKS} in one call")
     tasks = [parse_task(text) for text in dict.fromkeys(arguments.tasks)]
-    keys = ("problems", "seed", "limit", "precision", "device", "batch_tokens")
-    options = Options(**{key: getattr(arguments, key) for key in keys})
+    _check_shots(arguments, tasks)
+    options = _options(arguments)
     prints = mesh is None or mesh.world.rank == 0
     paths = on_root(mesh.world if mesh else None, lambda: _paths(arguments))
     reports = []
     for path in paths:
         start_s = time.perf_counter()
-        results = evaluate(path, tasks, options, mesh, _Bars(prints))
+        results = evaluate(path, tasks, options, mesh, _Bars(prints), judge)
         reports.append(_report(path, results, mesh, time.perf_counter() - start_s))
     if prints:
         if arguments.plot:
@@ -121,6 +149,26 @@ def _evaluate(arguments: argparse.Namespace, mesh: Mesh | None) -> int:
         lines = _lines(reports[0]["tasks"]) if len(reports) == 1 else _comparison(reports)
         show(arguments, reports if arguments.all_checkpoints else reports[0], lines)
     return 0
+
+
+def _options(arguments: argparse.Namespace) -> Options:
+    from hpcllm.evaluation.sandbox import Limits
+    from hpcllm.evaluation.settings import CodeOptions, Options
+
+    limits = Limits(arguments.time_s, arguments.memory_mib << 20)
+    code = CodeOptions(arguments.samples, arguments.temperature, tuple(dict.fromkeys(arguments.k or [1])), limits)
+    keys = ("problems", "seed", "limit", "shots", "shots_from", "tokens", "precision", "device", "batch_tokens")
+    return Options(code=code, **{key: getattr(arguments, key) for key in keys})
+
+
+def _check_shots(arguments: argparse.Namespace, tasks: Sequence[TaskName]) -> None:
+    """Raise ConfigError for --shots-from where it is not clear what for."""
+    files = [task.text for task in tasks if task.path and not (task.is_store or task.is_code)]
+    if arguments.shots_from and not (arguments.shots and len(files) == 1):
+        raise ConfigError(
+            f"--shots-from {printable_path(str(arguments.shots_from))} with --shots {arguments.shots} and {len(files)} "
+            "files of examples; valid: with --shots 1 or more, and one file whose format it has"
+        )
 
 
 def _paths(arguments: argparse.Namespace) -> list[Path]:
@@ -144,7 +192,9 @@ def _lines(tasks: Sequence[dict[str, Any]]) -> list[str]:
     for task in tasks:
         rows += _rows(printable_path(task["task"]), task)
         for name, group in task.get("groups", {}).items():
-            rows += _rows(f"  {name or '(none)'}", group)
+            rows += _rows(f"  {printable(name) or '(none)'}", group)
+        counted = sorted(task.get("outcomes", {}).items(), key=lambda each: -each[1])[:MOST_OUTCOMES]
+        rows += [[f"  {printable(name)}", f"{number:,}", "", "", "", ""] for name, number in counted]
     return table(["task", "examples", "figure", "value", "stderr", "95 % interval"], rows, indent="", gap="  ")
 
 

@@ -17,6 +17,7 @@ MOST_RANKS = 1 << 20  # more than any machine has
 MOST_LAYERS = 1024  # of published models few have more than 128
 LONGEST_PATH_BYTES, LONGEST_NAME_BYTES = 4095, 255  # of Linux: a path, each name in it
 MOST_TASKS = 100
+MOST_SHOTS = 100
 LONGEST_RUN_NAME_BYTES = 200  # a restart and writers of checkpoints add to it
 
 
@@ -106,6 +107,7 @@ RANGES = {  # key -> range of its number
     # messages, files, time, money
     **_above(0, 1 << 20, "communication.bucket_mib"),
     **_between(1, 10**6, "checkpoint.keep evaluation.examples"),
+    **_between(0, MOST_SHOTS, "evaluation.shots"),
     **_between(0, 10**6, "checkpoint.keep_best"),
     **_between(-1, 2000, "checkpoint.stripe_count"),
     **_between(1, 4095, "checkpoint.stripe_mib"),

@@ -207,6 +207,7 @@ class LogConfig:
 class EvaluationConfig:
     every_steps: int = 0  # steps between two measurements by the tasks; 0: only at the end
     tasks: tuple[str, ...] = ()  # as --task of `hpcllm evaluate`: ["reverse:5", "more.h5", "arc=test.parquet"]
+    shots: int = 0  # examples with their answers in front of each, as --shots
     examples: int = 200  # of each task: so many are made, or taken of a file or of the rows of a store at most
 
 

@@ -19,10 +19,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from hpcllm.evaluation.examples import Example
+from hpcllm.evaluation.questions import Question
 
+Item = TypeVar("Item", Example, Question)
 Row = Mapping[str, Any]
 MOST_CHOICES = 100
 
@@ -34,12 +36,12 @@ class RejectedError(Exception):
 def own(row: Row) -> Example:
     """Read a row of our own schema."""
     context = row.get("context")
-    contexts = tuple(_strings(row, "context")) if isinstance(context, list) else (_text(row, "context"),)
-    delimiter, group = (_text(row, key) if row.get(key) is not None else None for key in ("delimiter", "group"))
+    contexts = tuple(strings_of(row, "context")) if isinstance(context, list) else (text_of(row, "context"),)
+    delimiter, group = (text_of(row, key) if row.get(key) is not None else None for key in ("delimiter", "group"))
     more = {"group": group or "", "delimiter": " " if delimiter is None else delimiter}
     if row.get("choices") is None:
-        return _example(contexts, [_text(row, "answer")], 0, **more)
-    return _example(contexts, _strings(row, "choices"), _index(row, "answer"), **more)
+        return _example(contexts, [text_of(row, "answer")], 0, **more)
+    return _example(contexts, strings_of(row, "choices"), _index(row, "answer"), **more)
 
 
 def arc(row: Row) -> Example:
@@ -57,7 +59,7 @@ def openbookqa(row: Row) -> Example:
 def blimp(row: Row) -> Example:
     """Read a minimal pair: a sentence and one that is wrong."""
     group = row.get("UID")
-    texts = [_text(row, "sentence_good"), _text(row, "sentence_bad")]
+    texts = [text_of(row, "sentence_good"), text_of(row, "sentence_bad")]
     return _example(("",), texts, 0, group=group if isinstance(group, str) else "")
 
 
@@ -66,20 +68,20 @@ def boolq(row: Row) -> Example:
     label = row.get("label", row.get("answer"))
     if label not in (0, 1, "0", "1"):  # True and False are 1 and 0
         raise RejectedError("label or answer is neither true nor false")
-    context = f"{_text(row, 'passage')}\nQuestion: {_text(row, 'question')}?\nAnswer:"
+    context = f"{text_of(row, 'passage')}\nQuestion: {text_of(row, 'question')}?\nAnswer:"
     return _example((context,), ["no", "yes"], int(label))
 
 
 def hellaswag(row: Row) -> Example:
     """Read a beginning with four endings."""
-    context = f"{_text(row, 'activity_label')}: {_text(row, 'ctx_a')} {_text(row, 'ctx_b').capitalize()}"
-    endings = [_without_brackets(ending) for ending in _strings(row, "endings")]
+    context = f"{text_of(row, 'activity_label')}: {text_of(row, 'ctx_a')} {text_of(row, 'ctx_b').capitalize()}"
+    endings = [_without_brackets(ending) for ending in strings_of(row, "endings")]
     return _example((_without_brackets(context),), endings, _index(row, "label"))
 
 
 def lambada(row: Row) -> Example:
     """Read a passage whose last word is to be found."""
-    context, space, word = _text(row, "text").rpartition(" ")
+    context, space, word = text_of(row, "text").rpartition(" ")
     if not (context and space and word):
         raise RejectedError("text has no last word behind a space")
     return _example((context,), [word], 0)
@@ -87,45 +89,45 @@ def lambada(row: Row) -> Example:
 
 def mmlu(row: Row) -> Example:
     """Read a question with the choices A to D."""
-    choices, answer = _strings(row, "choices"), row.get("answer")
+    choices, answer = strings_of(row, "choices"), row.get("answer")
     if len(choices) != 4:
         raise RejectedError(f"{len(choices)} choices; valid: 4")
     group = row.get("subject")
     lines = "".join(f"\n{letter}. {choice}" for letter, choice in zip("ABCD", choices, strict=True))
     index = "ABCD".index(answer) if answer in ("A", "B", "C", "D") else _index(row, "answer")
-    context = f"{_text(row, 'question').strip()}{lines}\nAnswer:"
+    context = f"{text_of(row, 'question').strip()}{lines}\nAnswer:"
     return _example((context,), list("ABCD"), index, group=group if isinstance(group, str) else "")
 
 
 def piqa(row: Row) -> Example:
     """Read a goal with two ways to reach it."""
-    context = f"Question: {_text(row, 'goal')}\nAnswer:"
-    return _example((context,), [_text(row, "sol1"), _text(row, "sol2")], _index(row, "label"))
+    context = f"Question: {text_of(row, 'goal')}\nAnswer:"
+    return _example((context,), [text_of(row, "sol1"), text_of(row, "sol2")], _index(row, "label"))
 
 
 def sciq(row: Row) -> Example:
     """Read a question with its support and three distractors."""
-    texts = [_text(row, key) for key in ("distractor1", "distractor2", "distractor3", "correct_answer")]
-    context = f"{_text(row, 'support').lstrip()}\nQuestion: {_text(row, 'question')}\nAnswer:"
+    texts = [text_of(row, key) for key in ("distractor1", "distractor2", "distractor3", "correct_answer")]
+    context = f"{text_of(row, 'support').lstrip()}\nQuestion: {text_of(row, 'question')}\nAnswer:"
     return _example((context,), texts, 3)
 
 
 def winogrande(row: Row) -> Example:
     """Read a sentence with a gap: what stands behind the gap is scored after each way to fill it."""
-    before, gap, after = _text(row, "sentence").partition("_")
+    before, gap, after = text_of(row, "sentence").partition("_")
     if not gap or not after.strip():
         raise RejectedError("sentence has no gap '_' with text behind it")
     if row.get("answer") not in ("1", "2", 1, 2):
         raise RejectedError("answer is neither 1 nor 2")
-    contexts = tuple(before + _text(row, option) for option in ("option1", "option2"))
+    contexts = tuple(before + text_of(row, option) for option in ("option1", "option2"))
     return _example(contexts, [after.strip()] * 2, int(row["answer"]) - 1)
 
 
 @dataclass(frozen=True)
-class Format:
+class Format(Generic[Item]):
     """A kind of rows: the function that reads one, and the columns that it looks at in a table."""
 
-    read: Callable[[Row], Example]
+    read: Callable[[Row], Item]
     columns: tuple[str, ...]
 
 
@@ -156,7 +158,8 @@ def _example(contexts: tuple[str, ...], choices: list[str], answer: int, **more:
     return Example(contexts, tuple(choices), answer, **more)
 
 
-def _text(row: Row, key: str) -> str:
+def text_of(row: Row, key: str) -> str:
+    """Return a string of a row. Raises RejectedError."""
     value = row.get(key)
     if not isinstance(value, str):
         raise RejectedError(f"{key} is {_kind(value)}; valid: a string")
@@ -167,11 +170,12 @@ def _text(row: Row, key: str) -> str:
     return value
 
 
-def _strings(row: Row, key: str) -> list[str]:
+def strings_of(row: Row, key: str) -> list[str]:
+    """Return a list of strings of a row. Raises RejectedError."""
     value = row.get(key)
     if not isinstance(value, list | tuple):
         raise RejectedError(f"{key} is {_kind(value)}; valid: a list of strings")
-    return [_text({key: each}, key) for each in value]
+    return [text_of({key: each}, key) for each in value]
 
 
 def _index(row: Row, key: str) -> int:
@@ -197,11 +201,11 @@ def _question(row: Row) -> tuple[str, list[str], list[str]]:
         choices = {key: [each.get(key) for each in choices] for key in ("text", "label")}
     if not isinstance(choices, dict):
         raise RejectedError(f"choices is {_kind(choices)}; valid: texts and labels")
-    return _text(inner or row, key), _strings(choices, "text"), _strings(choices, "label")
+    return text_of(inner or row, key), strings_of(choices, "text"), strings_of(choices, "label")
 
 
 def _labelled(row: Row, context: str, choices: list[str], labels: list[str]) -> Example:
-    answer = _text(row, "answerKey").strip()
+    answer = text_of(row, "answerKey").strip()
     if answer not in labels or len(labels) != len(choices):
         raise RejectedError("answerKey is no label of a choice")
     return _example((context,), choices, labels.index(answer))

@@ -14,15 +14,16 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, cast
 
 from hpcllm.config.input_files import LARGEST_TABLE_BYTES, open_regular, read_text
 from hpcllm.data.decompress import chunks
 from hpcllm.data.documents import Document, Problem, read_documents
 from hpcllm.data.inputs import LINES, ROWS, Unit
 from hpcllm.errors import DataError
-from hpcllm.evaluation.benchmarks import FORMATS, Format, RejectedError
+from hpcllm.evaluation.benchmarks import Format, Item, RejectedError
 from hpcllm.evaluation.examples import Example
+from hpcllm.evaluation.questions import Question
 
 LARGEST_ROW_BYTES = 4 * 2**20
 TOO_LARGE = f"row larger than {LARGEST_ROW_BYTES // 2**20} MiB"
@@ -32,16 +33,16 @@ MMLU_COLUMNS = 6  # of its tables
 
 @dataclass(frozen=True)
 class ExampleDocument(Document):
-    """A row that makes an example; `text` is the right answer in its context."""
+    """A row that makes an example or a question; `text` shows it with its answer."""
 
-    example: Example = field(default_factory=lambda: Example(("",), (" ",)))
+    example: Example | Question = field(default_factory=lambda: Example(("",), (" ",)))
 
 
 @dataclass(frozen=True)
-class ExampleRows:
+class ExampleRows(Generic[Item]):
     """Reader of rows of one format, for read_documents."""
 
-    format: Format
+    format: Format[Item]
     largest_bytes: int = LARGEST_ROW_BYTES
     too_large: str = TOO_LARGE
 
@@ -55,11 +56,11 @@ class ExampleRows:
             example = self.format.read(row)
         except RejectedError as error:
             return Problem(origin, str(error))
-        return ExampleDocument(origin, "".join(example.pairs()[example.answer]), example)
+        return ExampleDocument(origin, example.shown, example)
 
 
-def read_examples(path: Path, name: str) -> list[Example]:
-    """Read a file of examples. name: of a format in FORMATS. Not collective.
+def read_examples(path: Path, name: str, formats: Mapping[str, Format[Item]]) -> list[Item]:
+    """Read a file of examples or questions. name: of a format in `formats`. Not collective.
 
     Raises DataError, naming file, line or row and what would be valid, for the first row that makes no example, and for
     a file without any.
@@ -67,8 +68,9 @@ def read_examples(path: Path, name: str) -> list[Example]:
     unit = Unit(str(path), 0, size_of(path))
     if unit.kind not in (*LINES, *ROWS):
         raise DataError(f"{str(path)!r} holds no rows; valid: {' '.join((*LINES, *ROWS))}, also with .gz .zst .bz2 .xz")
-    found: list[Example] = []
-    for each in _tables_of_mmlu(path) if name == "mmlu" and unit.kind == ".csv" else _rows(unit, name):
+    found: list[Item] = []
+    read = _tables_of_mmlu if name == "mmlu" and unit.kind == ".csv" else _rows
+    for each in read(unit, name, formats[name]):
         found.append(each)
         if len(found) > MOST_EXAMPLES:
             raise DataError(f"{str(path)!r} has more than {MOST_EXAMPLES:,} rows; split it")
@@ -77,17 +79,18 @@ def read_examples(path: Path, name: str) -> list[Example]:
     return found
 
 
-def _rows(unit: Unit, name: str) -> Iterator[Example]:
-    for each in read_documents(unit, ExampleRows(FORMATS[name])):
+def _rows(unit: Unit, name: str, form: Format[Item]) -> Iterator[Item]:
+    for each in read_documents(unit, ExampleRows(form)):
         if isinstance(each, Problem):
-            hint = f"; valid as {name}: {', '.join(FORMATS[name].columns)}"
+            hint = f"; valid as {name}: {', '.join(form.columns)}"
             raise DataError(f"{place_of(unit, each.origin)}: {each.reason}{hint}")
         assert isinstance(each, ExampleDocument)
-        yield each.example
+        yield cast(Item, each.example)
 
 
-def _tables_of_mmlu(path: Path) -> Iterator[Example]:
+def _tables_of_mmlu(unit: Unit, name: str, form: Format[Item]) -> Iterator[Item]:  # noqa: ARG001 - as _rows
     """Read a table without names, as MMLU was published."""
+    path = Path(unit.path)
     try:
         rows = list(csv.reader(read_text(path, LARGEST_TABLE_BYTES).splitlines(keepends=True), strict=True))
     except (ValueError, csv.Error) as error:
@@ -97,7 +100,7 @@ def _tables_of_mmlu(path: Path) -> Iterator[Example]:
             if len(row) != MMLU_COLUMNS:
                 raise RejectedError(f"{len(row)} columns; valid: question, A, B, C, D, answer")
             facts = {"question": row[0], "choices": row[1:5], "answer": row[5], "subject": path.stem}
-            yield FORMATS["mmlu"].read(facts)
+            yield form.read(facts)
         except RejectedError as error:
             raise DataError(f"{path} row {number}: {error}") from error
 

@@ -1,99 +1,79 @@
 """Tasks made ready, and measured by a model that is there: loaded by `hpcllm evaluate`, or in training.
 
-    name --> examples --> requests, on all ranks --> Scorer --> scores --> rank 0: figures
-    name --> open store --> rows ------------------> Scorer --> sums of rows --^
-
-A store is scored as training validates it: rows of data.sequence_length with the packing and the document mask of the
-run, of a folder of weights in a stream. Rows are what the standard error of its loss counts.
+name --> examples --> requests, on all ranks --> Scorer --> scores --> rank 0: figures
+name --> open store --> rows ---------------> sums of rows ----------------^     store_task.py
+name --> questions --> prompts --> texts ----------------------------------^     question_task.py
+name --> problems --> prompts --> programs --> outcomes -------------------^     code_task.py
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
-from hpcllm.config.schema import Config, DataConfig, ModelConfig
-from hpcllm.data.model_texts import other_token
-from hpcllm.data.packing import Rows, SplitArrays, make_rows
+from hpcllm.config.schema import Config
 from hpcllm.data.store import TokenStore
 from hpcllm.data.tokenizer import Encoder
-from hpcllm.errors import CheckpointError, DataError
-from hpcllm.evaluation.batches import BATCH_TOKENS, Request, batch_of_rows, batches_of_requests, check_lengths
-from hpcllm.evaluation.examples import Example, requests_of
-from hpcllm.evaluation.figures import exponential, ratio
-from hpcllm.evaluation.scoring import Advance, Scorer
+from hpcllm.errors import DataError
+from hpcllm.evaluation.batches import Request, batches_of_requests, check_lengths
+from hpcllm.evaluation.code_task import PreparedCode, measure_code, prepare_code
+from hpcllm.evaluation.example_tokens import requests_of
+from hpcllm.evaluation.examples import Example
+from hpcllm.evaluation.question_task import PreparedQuestions, measure_questions, prepare_questions
+from hpcllm.evaluation.scoring import Scorer
+from hpcllm.evaluation.settings import About, Options, Progress
+from hpcllm.evaluation.sharing import share_requests
+from hpcllm.evaluation.store_task import PreparedStore, measure_store, prepare_store
 from hpcllm.evaluation.tasks import Result, TaskName, examples_of, parse_task, result_of
-from hpcllm.mpi.collective_errors import on_root
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-MOST_TOKENS = 1 << 28  # of all requests of a task
-Progress = Callable[[str, int], AbstractContextManager[Advance]]  # (task, batches) -> while it runs
-
-
-@dataclass(frozen=True)
-class Options:
-    """Settings of an evaluation; precision, device and batch_tokens change figures by rounding alone."""
-
-    problems: int = 200  # of a task that is made
-    seed: int = 0  # of them
-    limit: int | None = None  # examples of a file, rows of a store; None: all
-    precision: str = "fp32"
-    device: str = "auto"
-    batch_tokens: int = BATCH_TOKENS
-
-
-@dataclass(frozen=True)
-class About:
-    """Facts of a model that are known before its weights are read."""
-
-    model: ModelConfig
-    data: DataConfig  # how a store is laid out
-    tokenizer_json: str
+    from hpcllm.evaluation.judge_process import JudgeProcess
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A task whose input is checked: requests on all ranks, examples on rank 0 alone; or an open store."""
+    """A task whose input is checked: requests on all ranks, examples on rank 0 alone."""
 
     task: TaskName
-    examples: Sequence[Example] = ()
-    requests: Sequence[Request] = ()
-    rows: Rows | None = None
-    count: int = 0  # rows of the store that are scored
-    token_bytes: NDArray[np.uint32] | None = None
+    examples: Sequence[Example]
+    requests: Sequence[Request]
 
 
-def prepare_of_run(config: Config, store: TokenStore, comm: MPI.Intracomm | None) -> list[Prepared]:
+AnyPrepared = Prepared | PreparedStore | PreparedQuestions | PreparedCode
+
+
+def prepare_of_run(config: Config, store: TokenStore, comm: MPI.Intracomm | None) -> list[AnyPrepared]:
     """Read and check the tasks of [evaluation]. Collective over comm. Raises UserError.
 
     Problems are made with seed 0 whatever run.seed is, so that runs are measured by the same ones.
     """
     wanted = config.evaluation
-    options = Options(problems=wanted.examples, limit=wanted.examples)
+    options = Options(problems=wanted.examples, limit=wanted.examples, shots=wanted.shots)
     about = About(config.model, config.data, store.tokenizer_json)
     return [prepare(parse_task(task), about, options, comm) for task in wanted.tasks]
 
 
-def prepare(task: TaskName, about: About, options: Options, comm: MPI.Intracomm | None) -> Prepared:
-    """Read and check the input of a task; encode its examples. Collective over comm. Raises UserError."""
+def prepare(
+    task: TaskName, about: About, options: Options, comm: MPI.Intracomm | None, judge: JudgeProcess | None = None
+) -> AnyPrepared:
+    """Read and check the input of a task; encode its examples. Collective over comm. Raises UserError.
+
+    judge: of tasks that run programs.
+    """
+    if task.is_code:
+        return prepare_code(task, about, options, comm, judge)
+    if task.generates:
+        return prepare_questions(task, about, options, comm)
     if task.is_store:
-        assert task.path is not None
-        return _prepare_store(task, TokenStore.open(task.path, comm), about, options, comm)
+        return prepare_store(task, about, options, comm)
     examples: list[Example] = []
 
     def make() -> list[Request]:
-        if not about.tokenizer_json:
-            raise CheckpointError("the model has no tokenizer beside its weights, so it cannot read texts")
-        examples[:] = examples_of(task, options.problems, options.seed, options.limit)
+        about.check_texts()
+        examples[:] = examples_of(task, options)
         try:
             requests = requests_of(examples, Encoder(about.tokenizer_json), about.model.vocabulary)
             check_lengths(requests, about.model.max_sequence)
@@ -104,85 +84,18 @@ def prepare(task: TaskName, about: About, options: Options, comm: MPI.Intracomm 
     return Prepared(task, examples, share_requests(make, comm))
 
 
-def share_requests(make: Callable[[], list[Request]], comm: MPI.Intracomm | None) -> list[Request]:
-    """Make requests on rank 0, for all ranks. Collective over comm. Raises what `make` raises, and DataError."""
-    found: list[Request] = []
-
-    def flatten() -> tuple[int, int]:
-        found[:] = make()
-        tokens = sum(len(part) for request in found for part in request)
-        if tokens > MOST_TOKENS:
-            raise DataError(f"a task has {tokens:,} tokens; valid: up to {MOST_TOKENS:,}, split it")
-        return len(found), tokens
-
-    count, tokens = on_root(comm, flatten)
-    if comm is None:
-        return found
-    from hpcllm.mpi.wait import together  # starts MPI
-
-    parts = [part for request in found for part in request]
-    lengths = np.array([len(part) for part in parts] or [0] * 2 * count, np.int64)
-    ids = np.array([token for part in parts for token in part] or [0] * tokens, np.int32)
-    for array in (lengths, ids):
-        together(comm, "to get the requests of a task", partial(comm.Bcast, array))
-    pieces = [tuple(piece.tolist()) for piece in np.split(ids, np.cumsum(lengths)[:-1])]
-    return [Request(*pair) for pair in zip(pieces[::2], pieces[1::2], strict=True)]
-
-
-def _prepare_store(
-    task: TaskName, store: TokenStore, about: About, options: Options, comm: MPI.Intracomm | None
-) -> Prepared:
-    """Lay out the held-out split of an open store. Collective over comm. Raises UserError."""
-
-    def check() -> None:
-        if differ := other_token(about.tokenizer_json, store.tokenizer_json):
-            raise DataError(f"{task.text} was not tokenized as the model has learned it: {differ}")
-        if about.model.vocabulary < store.vocabulary:
-            raise DataError(f"{task.text} has {store.vocabulary} tokens, the model {about.model.vocabulary}")
-
-    on_root(comm, check)
-    data = about.data
-    rows = make_rows(SplitArrays.of(store, "validation"), data.sequence_length, data.packing, data.document_mask, comm)
-    count = min(rows.count, options.limit or rows.count)
-    if not count:
-        raise DataError(f"the held-out split of {task.text} has no row of {data.sequence_length} tokens")
-    return Prepared(task, rows=rows, count=count, token_bytes=store.token_bytes)
-
-
-def measure(scorer: Scorer, prepared: Prepared, batch_tokens: int, progress: Progress) -> Result | None:
+def measure(scorer: Scorer, prepared: AnyPrepared, batch_tokens: int, progress: Progress) -> Result | None:
     """Score a task and make its figures; None on all ranks but rank 0. Collective over the scorer's mesh.
 
-    Raises NonFiniteError, StallError.
+    Raises NonFiniteError, StallError; ConfigError where there is too little memory for texts.
     """
-    is_root = not (scorer.mesh and scorer.mesh.world.rank)
-    if prepared.rows is not None:
-        found = _score_store(scorer, prepared, batch_tokens, progress)
-        return _result_of_store(prepared.task, found) if is_root else None
+    if isinstance(prepared, PreparedQuestions):
+        return measure_questions(scorer, prepared, progress)
+    if isinstance(prepared, PreparedCode):
+        return measure_code(scorer, prepared, progress)
+    if isinstance(prepared, PreparedStore):
+        return measure_store(scorer, prepared, batch_tokens, progress)
     batches = batches_of_requests(prepared.requests, scorer.model.max_sequence, batch_tokens)
     with progress(prepared.task.text, len(batches)) as advance:
         scores = scorer.scores(batches, len(prepared.requests), advance)
-    return result_of(prepared.task, prepared.examples, scores) if is_root else None
-
-
-def _score_store(scorer: Scorer, prepared: Prepared, batch_tokens: int, progress: Progress) -> NDArray[np.float64]:
-    rows, count = prepared.rows, prepared.count
-    assert rows is not None
-    size = max(1, batch_tokens // rows.sequence)
-    batches = -(-count // size)
-    with progress(prepared.task.text, batches) as advance:
-        return scorer.sums(
-            lambda number: batch_of_rows(rows, number * size, min(size, count - number * size)),
-            batches, count, prepared.token_bytes, advance,
-        )  # fmt: skip
-
-
-def _result_of_store(task: TaskName, found: NDArray[np.float64]) -> Result:
-    """Make figures of (rows, 4): nats, misses, targets, bytes. Raises DataError if no target counts."""
-    nats, misses, targets, text_bytes = found.T
-    if not targets.sum() or not text_bytes.sum():
-        raise DataError(f"the held-out split of {task.text} has no target that counts and stands for text")
-    loss = ratio(nats, targets)
-    figures = {"loss": loss, "perplexity": exponential(loss)}
-    figures["bits_per_byte"] = ratio(nats / math.log(2), text_bytes)
-    figures["token_acc"] = ratio(targets - misses, targets)
-    return Result(task.text, task.kind, len(found), figures)
+    return result_of(prepared.task, prepared.examples, scores) if not (scorer.mesh and scorer.mesh.world.rank) else None

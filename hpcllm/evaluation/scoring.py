@@ -52,6 +52,7 @@ class Scorer:
     """A model that scores, or this rank's chunks of it. All calls are collective over the mesh.
 
     mesh: None for a process alone. placement: of the chunks; None: one a rank. waits: of a run; None: of the job.
+    shares_weights: replicas gather their weights from one another (ZeRO-3), so all run as many passes.
     """
 
     def __init__(
@@ -60,13 +61,33 @@ class Scorer:
         mesh: Mesh | None = None,
         placement: Placement | None = None,
         waits: Waits | None = None,
+        shares_weights: bool = False,
     ) -> None:
-        self.decoders, self.mesh = decoders, mesh
+        self.decoders, self.mesh, self.shares_weights = decoders, mesh, shares_weights
         self.model, self.device = decoders[0].model, decoders[0].device
         self.placement = placement or Placement(mesh.pp.size if mesh else 1)
         self.rank = mesh.pp.rank if mesh else 0
         self.waits = waits
         self._messages: StageMessages | None = None
+
+    @property
+    def replicas(self) -> int:
+        return self.mesh.dp.size if self.mesh else 1
+
+    @property
+    def replica(self) -> int:
+        return self.mesh.dp.rank if self.mesh else 0
+
+    def any_replica(self, flag: bool) -> bool:
+        """Return True if the flag of any replica is true. Collective over dp. Raises StallError."""
+        if not self.mesh:
+            return flag
+        from hpcllm.mpi.wait import WORK, job_waits
+
+        flags = np.array([flag], np.int32)
+        control = self.waits or job_waits.waits(WORK)
+        control.allreduce(self.mesh.dp, flags, lambda: "all replicas to say whether they go on")
+        return bool(flags[0])
 
     def scores(self, batches: Sequence[Batch], requests: int, advance: Advance = lambda _: None) -> list[Score]:
         """Score so many requests, laid out in batches; in their order, the same on all ranks.
@@ -91,7 +112,7 @@ class Scorer:
         NonFiniteError, StallError.
         """
         found = np.zeros((owners, 4))
-        with torch.no_grad(), self._exact():
+        with torch.no_grad(), self.exact():
             for batch, counts in self._mine(batch_of, batch_count):
                 scored = self._score(batch)
                 if scored is not None and counts:
@@ -113,10 +134,9 @@ class Scorer:
 
     def _mine(self, batch_of: Callable[[int], Batch], batch_count: int) -> Iterator[tuple[Batch, bool]]:
         """Yield the batches of this replica, and whether each counts: as many on every replica."""
-        replica, replicas = (self.mesh.dp.rank, self.mesh.dp.size) if self.mesh else (0, 1)
-        for first in range(0, batch_count, replicas):
-            counts = first + replica < batch_count
-            yield batch_of(first + replica if counts else first), counts
+        for first in range(0, batch_count, self.replicas):
+            counts = first + self.replica < batch_count
+            yield batch_of(first + self.replica if counts else first), counts
 
     def _score(self, batch: Batch) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
         """Run a batch forward: nats and misses of its targets, on the one rank of the replica that has them."""
@@ -169,8 +189,8 @@ class Scorer:
         return self._messages
 
     @contextmanager
-    def _exact(self) -> Iterator[None]:
-        """Score with plain arithmetic: no codec, no split sequence, no block compiled for each length."""
+    def exact(self) -> Iterator[None]:
+        """Run with plain arithmetic: no codec, no split sequence, no block compiled for each length."""
         before = [(decoder.exact, decoder.shared_by, decoder.run_block) for decoder in self.decoders]
         for decoder in self.decoders:
             decoder.exact, decoder.run_block = True, run_block

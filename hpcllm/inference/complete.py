@@ -25,6 +25,8 @@ from hpcllm.system.hardware.node import find_free_memory, memory_limit
 
 if TYPE_CHECKING:
     from hpcllm.mpi.mesh import Mesh
+    from hpcllm.mpi.wait import Waits
+    from hpcllm.pipeline.actions import Placement
 
 ROUND_PASSES = 64  # of a batch between two exchanges of finished texts over dp
 FREE_SHARE = 0.5  # of the memory that is free, for the cache of all ranks of a node, where nothing else is asked for
@@ -80,36 +82,65 @@ def make_batch(
     is_over: IsOver = lambda _: False,
 ) -> Batch:
     """Make the batch of this rank's replica: whoever wants each token as it comes steps it. Arguments as above."""
-    window = decoder.model.max_sequence
-    longest = min(max((len(request.prompt) for request in requests), default=1) + settings.tokens, window)
-    blocks = _blocks(decoder, longest, min(settings.texts, max(len(requests), 1)), settings, mesh)
+    longest = max((len(request.prompt) for request in requests), default=1)
+    opened = open_model([decoder], longest, len(requests), sampling, settings, vocabulary, mesh)
     dealt = [Text(index, request) for index, request in enumerate(requests)]
-    if mesh:
-        dealt = dealt[mesh.dp.rank :: mesh.dp.size]
+    return opened.batch(dealt[mesh.dp.rank :: mesh.dp.size] if mesh else dealt, is_over)
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model that makes texts, with the memory for their keys and values."""
+
+    model: NextTokens
+    limits: Limits
+    pool: BlockPool
+
+    def batch(self, texts: Sequence[Text], is_over: IsOver = lambda _: False) -> Batch:
+        """Make a batch; one before it has come to its end, for all share the memory."""
+        return Batch(self.model, texts, self.limits, self.pool, is_over)
+
+
+def open_model(
+    decoders: Sequence[Decoder],
+    longest: int,
+    texts: int,
+    sampling: Sampling,
+    settings: BatchSettings,
+    vocabulary: int,
+    mesh: Mesh | None = None,
+    placement: Placement | None = None,
+    waits: Waits | None = None,
+) -> OpenModel:
+    """Take memory for texts whose longest prompt has so many tokens. Collective over the mesh.
+
+    decoders: this rank's chunks of the model, placed as `placement` says; None: one a rank. waits: of a run. Raises
+    ConfigError where there is not enough memory for one text.
+    """
+    window = decoders[0].model.max_sequence
+    most = min(longest + settings.tokens, window)
+    blocks = _blocks(decoders, most, min(settings.texts, max(texts, 1)), settings, mesh)
     limits = Limits(settings.tokens, settings.texts, window, settings.stops)
-    model = CachedModel(decoder, blocks, sampling, vocabulary)
-    return Batch(_on_all_ranks(model, mesh), dealt, limits, BlockPool(blocks), is_over)
-
-
-def _on_all_ranks(model: CachedModel, mesh: Mesh | None) -> NextTokens:
+    models = [CachedModel(decoder, blocks, sampling, vocabulary) for decoder in decoders]
     if mesh is None:
-        return model
+        return OpenModel(models[0], limits, BlockPool(blocks))
     from hpcllm.inference.several_ranks import SharedModel  # starts MPI
 
-    return SharedModel(mesh, model)
+    return OpenModel(SharedModel(mesh, models, placement, waits), limits, BlockPool(blocks))
 
 
-def _blocks(decoder: Decoder, longest: int, texts: int, settings: BatchSettings, mesh: Mesh | None) -> int:
+def _blocks(decoders: Sequence[Decoder], longest: int, texts: int, settings: BatchSettings, mesh: Mesh | None) -> int:
     """Return the number of blocks: for all texts at their longest, or what fits, on the rank with the least room."""
     ranks = mesh.node.size if mesh else 1
-    room = settings.cache_bytes or int(_free_bytes(decoder.device) * FREE_SHARE / ranks)
-    blocks, least = min(texts * blocks_for(longest), room // block_bytes(decoder)), blocks_for(longest)
+    room = settings.cache_bytes or int(_free_bytes(decoders[0].device) * FREE_SHARE / ranks)
+    size_bytes, least = sum(map(block_bytes, decoders)), blocks_for(longest)
+    blocks = min(texts * least, room // size_bytes)
     if mesh:
         blocks = min(mesh.world.allgather(blocks))
     if blocks < least:
         raise ConfigError(
             f"the cache has room for {blocks * BLOCK_TOKENS} tokens ({room >> 20} MiB a rank), but the longest text "
-            f"can have {longest}; valid: {-(-least * block_bytes(decoder) >> 20)} MiB or more, or fewer tokens"
+            f"can have {longest}; valid: {-(-least * size_bytes >> 20)} MiB or more, or fewer tokens"
         )
     return blocks
 

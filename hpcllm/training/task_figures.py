@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hpcllm.evaluation.batches import BATCH_TOKENS
-from hpcllm.evaluation.measuring import Prepared, measure, prepare_of_run
+from hpcllm.evaluation.measuring import AnyPrepared, measure, prepare_of_run
 from hpcllm.evaluation.scoring import Advance, Scorer
 from hpcllm.evaluation.tasks import Result
 from hpcllm.training.log import Log, Record
@@ -27,7 +27,7 @@ class TaskFigures:
     """Tasks of a run, ready to be measured."""
 
     scorer: Scorer
-    prepared: Sequence[Prepared]
+    prepared: Sequence[AnyPrepared]
 
     def measure(self, log: Log | None, step: int) -> None:
         """Measure every task and log the figures. Collective over the mesh. Raises NonFiniteError, StallError."""
@@ -42,7 +42,8 @@ def open_tasks(run: RunContext) -> TaskFigures | None:
     """Read and check the tasks of a run; None if it has none. Collective over the mesh. Raises UserError."""
     prepared = prepare_of_run(run.config, run.store, run.mesh.world)
     decoders = [chunk.decoder for chunk in run.engine.chunks]
-    scorer = Scorer(decoders, run.mesh, run.engine.link.placement, run.control)
+    shares_weights = run.config.optimizer.shard == "all"
+    scorer = Scorer(decoders, run.mesh, run.engine.link.placement, run.control, shares_weights)
     return TaskFigures(scorer, prepared) if prepared else None
 
 

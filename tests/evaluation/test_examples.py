@@ -16,7 +16,8 @@ from hpcllm.data import tokenizer as bpe
 from hpcllm.errors import DataError
 from hpcllm.evaluation.benchmarks import FORMATS, RejectedError
 from hpcllm.evaluation.example_files import read_examples
-from hpcllm.evaluation.examples import Example, requests_of, requests_of_pairs
+from hpcllm.evaluation.example_tokens import requests_of, requests_of_pairs
+from hpcllm.evaluation.examples import Example
 
 WORDS = bpe.Encoder(bpe.train(["the sum of the ranks is the sum "] * 50, 300))
 texts = st.text("the sum of ranks", max_size=30)
@@ -78,7 +79,7 @@ def test_a_bad_row_is_named_by_its_line(tmp_path, wrong, suffix):
     text = ("\n".join(lines) + "\n").encode()
     path.write_bytes(gzip.compress(text) if suffix.endswith(".gz") else text)
     with pytest.raises(DataError) as error:
-        read_examples(path, "own")
+        read_examples(path, "own", FORMATS)
     assert f"a file{suffix} line 4" in str(error.value)
     assert said in str(error.value)
 
@@ -92,14 +93,14 @@ def test_damaged_and_hostile_files_are_rejected(tmp_path, content, said):
     path = tmp_path / "x.jsonl"
     path.write_bytes(content)
     with pytest.raises(DataError, match=said):
-        read_examples(path, "own")
+        read_examples(path, "own", FORMATS)
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "a.txt", "."])
 def test_what_is_no_file_of_rows_is_rejected(tmp_path, name):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(DataError):
-        read_examples(tmp_path / name, "own")
+        read_examples(tmp_path / name, "own", FORMATS)
 
 
 ROWS = {
@@ -148,7 +149,7 @@ def test_rows_of_benchmarks_are_worded_as_lm_eval_words_them(tmp_path, name):
     row, wanted = ROWS[name]
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    assert read_examples(path, name) == [wanted]
+    assert read_examples(path, name, FORMATS) == [wanted]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -169,16 +170,16 @@ def test_any_row_makes_an_example_or_is_rejected(name, row):
 def test_published_tables_of_mmlu_have_no_names(tmp_path):
     path = tmp_path / "algebra.csv"
     path.write_text('"What, if ""x""?",p,q,r,s,D\nOther?,1,2,3,4,A\n')
-    first, second = read_examples(path, "mmlu")
+    first, second = read_examples(path, "mmlu", FORMATS)
     assert first == Example(('What, if "x"?\nA. p\nB. q\nC. r\nD. s\nAnswer:',), tuple("ABCD"), 3, "algebra")
     assert second.answer == 0
     path.write_text("What?,p,q,r,s,D\nOther?,1,2,3,4\n")
     with pytest.raises(DataError, match=r"row 2: 5 columns"):
-        read_examples(path, "mmlu")
+        read_examples(path, "mmlu", FORMATS)
 
 
 def test_parquet_is_read_as_hubs_store_it(tmp_path: Path):
     row, wanted = ROWS["arc"]
     table = pytest.importorskip("pyarrow").Table.from_pylist([row] * 3)
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "test.parquet")
-    assert read_examples(tmp_path / "test.parquet", "arc") == [wanted] * 3
+    assert read_examples(tmp_path / "test.parquet", "arc", FORMATS) == [wanted] * 3

@@ -45,6 +45,16 @@ def trained(config, comm) -> Path:
     return Path(config.run.folder) / config.run.name
 
 
+def questions(comm, folder: Path) -> Path:
+    """Questions that nearly every text answers, right or wrong: is the last of some letters in it this one?"""
+    path = folder / "questions.jsonl"
+    if comm.rank == 0:
+        rows = [{"prompt": f"{i} the", "answer": list("aelmpr"), "pattern": "[a-z]"} for i in range(9)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    comm.Barrier()
+    return path
+
+
 def figures_of(records: list[dict]) -> dict[str, float]:
     return {key: value for record in records for key, value in record.items() if key.startswith("evaluation/")}
 
@@ -53,13 +63,13 @@ def figures_of(records: list[dict]) -> dict[str, float]:
 @pytest.mark.parametrize("tables", LAYOUTS, ids=str)
 def test_a_run_measures_what_evaluate_measures_of_its_checkpoint(comm, shared_path, tables, capfd, monkeypatch):
     tables = dividing(tables, comm.size)
-    tasks = (str(store()), "sort:2")
+    tasks = (str(store()), "sort:2", f"generate={questions(comm, shared_path)}")
     folder = trained(settings(shared_path, "r", tables, tasks, every_steps=2), comm)
     if comm.rank:
         return
     records = read_runs([folder])[0].history.tasks
-    assert [record["step"] for record in records] == [2, 2, 4, 4]
-    found = figures_of(records[2:])
+    assert [record["step"] for record in records] == [2] * 3 + [4] * 3
+    found = figures_of(records[3:])
     monkeypatch.setattr(command, "launched_ranks", lambda: 1)
     capfd.readouterr()
     words = [part for task in tasks for part in ("--task", task)]
