@@ -192,7 +192,7 @@ def _lines(tasks: Sequence[dict[str, Any]]) -> list[str]:
     for task in tasks:
         rows += _rows(printable_path(task["task"]), task)
         for name, group in task.get("groups", {}).items():
-            rows += _rows(f"  {name or '(none)'}", group)
+            rows += _rows(f"  {printable(name) or '(none)'}", group)
         counted = sorted(task.get("outcomes", {}).items(), key=lambda each: -each[1])[:MOST_OUTCOMES]
         rows += [[f"  {printable(name)}", f"{number:,}", "", "", "", ""] for name, number in counted]
     return table(["task", "examples", "figure", "value", "stderr", "95 % interval"], rows, indent="", gap="  ")

@@ -51,7 +51,7 @@ def info(arguments: argparse.Namespace) -> int:
     def job(comm: MPI.Intracomm | None) -> int:
         from hpcllm.data.store import SPLITS, read_header
         from hpcllm.mpi.collective_errors import on_root
-        from hpcllm.system.text import table
+        from hpcllm.system.text import printable, table
 
         header = on_root(comm, lambda: read_header(arguments.store))
         targets = header.counted or header.tokens
@@ -67,12 +67,15 @@ def info(arguments: argparse.Namespace) -> int:
             "tokens": header.tokens,
             "targets": targets,
             "bytes": header.bytes,
+            "sources": [run._asdict() for run in header.sources],
             "template": header.template,
         }
         words = [f"{key:<12} {facts[key]}" for key in ("kind", "vocabulary", "fingerprint")]
+        runs = [[printable(run.name), f"{run.train:,}", f"{run.validation:,}"] for run in header.sources]
+        sources = ["", *table(["source", "train", "validation"], runs, indent="", gap="  ")] if runs else []
         template = ["", "template", *header.template.split("\n")] if header.template else []
         if comm is None or comm.rank == 0:
-            show(arguments, facts, [*words, "", *table(head, rows, indent="", gap="  "), *template])
+            show(arguments, facts, [*words, "", *table(head, rows, indent="", gap="  "), *sources, *template])
         return 0
 
     return run_with_or_without_mpi(job)

@@ -19,7 +19,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +45,7 @@ from hpcllm.data.dedup import Assignment, DocumentIndex, assign_splits, before_a
 from hpcllm.data.documents import Document, Problem, RowReader, TextRows, read_documents
 from hpcllm.data.inputs import Unit, find_units, share
 from hpcllm.data.prepare_report import PrepareReport, gather_problems, say_training, show_progress
+from hpcllm.data.sources import MOST_RUNS, Run, joined, name_inputs, tally
 from hpcllm.data.store import KINDS, LARGEST_VOCABULARY, SPLITS, Header, is_store, store_fingerprint
 from hpcllm.errors import CheckpointError, CollectiveError, DataError
 from hpcllm.mpi.collective_errors import on_all, on_root
@@ -97,19 +98,21 @@ def prepare(options: PrepareOptions, comm: MPI.Intracomm) -> PrepareReport:
     start_s = MPI.Wtime()
     given, source = on_root(comm, lambda: _check(options))
     _share_threads(comm)
-    units, skipped = _my_units(options, comm)
+    units, skipped, names = _my_units(options, comm)
+    read_of: list[int] = []  # documents of each unit
 
     with ExitStack() as cleanup:
         rows = on_all(comm, lambda: cleanup.enter_context(_row_reader(options, source, given)))
 
         def read(label: str, total_bytes: int) -> Iterator[Document | Problem]:
-            items = (item for unit in units for item in read_documents(unit, rows))
+            items = (item for unit in units for item in _counted(read_documents(unit, rows), read_of))
             return show_progress(items, label, total_bytes, comm)
 
         folder = on_root(comm, lambda: _make_folder(options.output))
         if comm.rank == 0:
             cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
         index = on_all(comm, lambda: index_documents(read("reading", 0), options.seed, options.validation_fraction))
+        files = list(zip((unit.path for unit in units), read_of, strict=True))
         kind = _kind(index, comm)
         assignment = assign_splits(index, options.validation_fraction, comm, 2 if kind == "preferences" else 1)
         _check_any_left(index, assignment, comm)
@@ -130,6 +133,7 @@ def prepare(options: PrepareOptions, comm: MPI.Intracomm) -> PrepareReport:
             kind=kind,
             template=source.text,
             template_variables=source.variables or {},
+            sources=_sources(files, assignment, names, 2 if kind == "preferences" else 1, comm),
         )
         header = _write_store(options, facts, tokenized, assignment, encoder, folder / "store.h5", comm)
     dropped = gather_problems([index.problems, tokenized.duplicates], comm)
@@ -209,17 +213,42 @@ def _kind(index: DocumentIndex, comm: MPI.Intracomm) -> str:
     return next(iter(found), "text")
 
 
-def _my_units(options: PrepareOptions, comm: MPI.Intracomm) -> tuple[list[Unit], dict[str, int]]:
-    """Walk the folders on rank 0; each rank gets its own units only. Collective over comm."""
+def _counted(items: Iterator[Document | Problem], counts: list[int]) -> Iterator[Document | Problem]:
+    """Pass on what a unit holds, and add the number of its documents to the counts."""
+    count = 0
+    for item in items:
+        count += isinstance(item, Document)
+        yield item
+    counts.append(count)
+
+
+def _sources(
+    files: Sequence[tuple[str, int]],
+    assignment: Assignment,
+    names: Mapping[str, str],
+    documents_each: int,
+    comm: MPI.Intracomm,
+) -> tuple[Run, ...]:
+    """Tell the sources of the documents that stay. documents_each: stored of each that was read. Collective."""
+    mine = joined(tally(files, assignment.stays, assignment.validation, names))
+    every = together(comm, "to tell where documents came from", lambda: comm.allgather(mine))
+    runs = joined(run for part in every for run in part)
+    told = runs if len({run.name for run in runs}) > 1 and len(runs) <= MOST_RUNS else []
+    return tuple(Run(name, train * documents_each, held_out * documents_each) for name, train, held_out in told)
+
+
+def _my_units(options: PrepareOptions, comm: MPI.Intracomm) -> tuple[list[Unit], dict[str, int], dict[str, str]]:
+    """Walk the folders on rank 0; each rank gets its own units only, and the names of all sources. Collective."""
     shares: list[list[Unit]] = []
     skipped: Counter[str] = Counter()
 
-    def find() -> None:
+    def find() -> dict[str, str]:
         shares.extend(share(find_units(options.inputs, skipped), comm.size))
+        return name_inputs(options.inputs) or {"": ""}
 
-    on_root(comm, find)
+    names = on_root(comm, find)
     mine = together(comm, "to get their share of the files", lambda: comm.scatter(shares or None))
-    return mine, dict(skipped)
+    return mine, dict(skipped), names
 
 
 def _make_folder(output: Path) -> Path:

@@ -3,7 +3,7 @@
     header                index and checksums of all that follows, as every file of ours has: checkpoint/header.py
     /                     format, version, kind, template, template_variables, vocabulary, end_of_text, seed,
                           validation_fraction, fingerprint, {train,validation}_{documents,tokens,bytes,counted},
-                          zstd19_bits_per_byte                                                         (attributes)
+                          zstd19_bits_per_byte, sources (sources.py, of several)                       (attributes)
     /train/tokens         (tokens,) uint16, uint32 beyond 65536 ids: document, end of text, document, end of text, ...
     /train/documents      (documents + 1,) int64: document i is tokens[documents[i] : documents[i + 1]], end included
     /train/counted        (ceil(tokens / 8),) uint8, of chats: bit i % 8 of byte i // 8 is 1 if token i is a target
@@ -47,6 +47,7 @@ from hpcllm.checkpoint.layout import TOKENIZER, Attribute, DatasetSpec, checksum
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.config.schema import Config
 from hpcllm.data.sampler import sample_count
+from hpcllm.data.sources import Run, from_text
 from hpcllm.errors import CheckpointError, ConfigError, DataError
 from hpcllm.mpi.collective_errors import on_all, on_root
 
@@ -87,6 +88,7 @@ class Header:
     kind: str = "text"
     template: str = ""  # of chats, in Jinja
     template_variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # beside the messages
+    sources: tuple[Run, ...] = ()  # where documents came from, in order; none: of one source, or not known
     counted: dict[Split, int] = dataclasses.field(default_factory=dict)  # tokens that are targets; of text all are
 
     def specs(self) -> dict[str, DatasetSpec]:
@@ -291,6 +293,7 @@ def header_of(file: Checkpoint) -> Header:
         kind=str(kind),
         template=str(attributes.get("template", "")),
         template_variables=variables_of(attributes.get("template_variables", "")),
+        sources=tuple(from_text(attributes.get("sources", ""), *(numbers["documents"][split] for split in SPLITS))),
     )
     has, wanted = file.specs, header.specs()
     tokenizer = has.pop(TOKENIZER, DatasetSpec((), ""))

@@ -35,6 +35,7 @@ from hpcllm.data.chat import ChatDocument
 from hpcllm.data.dedup import DIGEST_BYTES, Assignment, DocumentIndex, digest
 from hpcllm.data.documents import Document
 from hpcllm.data.prepare_report import Problems
+from hpcllm.data.sources import to_text
 from hpcllm.data.store import (
     FORMAT,
     SPLITS,
@@ -95,6 +96,8 @@ class Contents:
             variables = json.dumps(dict(header.template_variables))
             attributes |= {"template": header.template, "template_variables": variables}
             attributes |= {f"{s}_counted": header.counted[s] for s in SPLITS}
+        if header.sources:
+            attributes["sources"] = to_text(header.sources)
         if not math.isnan(header.zstd19_bits_per_byte):
             attributes["zstd19_bits_per_byte"] = header.zstd19_bits_per_byte
         return Index({**header.specs(), TOKENIZER: tokenizer}, attributes)

@@ -12,7 +12,7 @@ fit is cut at its beginning, as by lm-evaluation-harness 0.4.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from hpcllm.model.loss import IGNORED
 
 BATCH_TOKENS = 4096  # that a batch has at most, unless one row is longer
 Tokens = tuple[int, ...]
+SourceOf = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 
 class Request(NamedTuple):
@@ -41,7 +42,7 @@ class Batch:
     inputs: NDArray[np.int64]  # (rows, longest)
     places: NDArray[np.int64]  # (targets,): row * longest + column of the input that each target follows
     targets: NDArray[np.int64]  # (targets,)
-    owners: NDArray[np.int64]  # (targets,): the request or the row of the store that each counts for
+    owners: NDArray[np.int64]  # (targets,): the request or the row (and source) of the store that each counts for
     lengths: NDArray[np.int64] | None = None  # of documents that do not see each other, row after row; None: a row is 1
 
 
@@ -91,13 +92,27 @@ def _lay_out(rows: Sequence[Tokens], by_input: dict[Tokens, list[int]], requests
     return Batch(inputs, np.concatenate(places), np.concatenate(targets), np.concatenate(owners))
 
 
-def batch_of_rows(rows: Rows, first: int, count: int) -> Batch:
+def batch_of_rows(rows: Rows, first: int, count: int, source_of: SourceOf | None = None, sources: int = 1) -> Batch:
     """Lay out rows first to first + count - 1 of a token store, with the targets and masks of training.
 
-    owners: numbers of the rows.
+    source_of: numbers, below `sources`, of the sources of tokens of the split, by their places in it; None: one alone.
+    owners: row * sources + source of the target.
     """
     found = read_batch(rows, range(first, first + count))
     inputs, targets, _ = found.planes
     places = np.flatnonzero(targets != IGNORED)
     lengths = np.concatenate(found.lengths) if rows.masked else None
-    return Batch(inputs, places, targets.ravel()[places], first + places // rows.sequence, lengths)
+    owners = (first + places // rows.sequence) * sources
+    if source_of:
+        tokens = np.concatenate([_target_tokens(rows, number) for number in range(first, first + count)])
+        owners += source_of(tokens[places])
+    return Batch(inputs, places, targets.ravel()[places], owners, lengths)
+
+
+def _target_tokens(rows: Rows, number: int) -> NDArray[np.int64]:
+    """Return (sequence,): the place in the split of the target that follows each input; 0 where there is none."""
+    found, at = np.zeros(rows.sequence, np.int64), 0
+    for piece in rows.pieces(number):
+        found[at : at + piece.inputs] = np.arange(piece.start + 1, piece.start + piece.inputs + 1)
+        at += piece.inputs
+    return found

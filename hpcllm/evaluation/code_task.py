@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from hpcllm.data.tokenizer import Encoder
 from hpcllm.errors import ConfigError, DataError
 from hpcllm.evaluation.code_tests import Row, human_eval, pass_at, program_of, read_problems
-from hpcllm.evaluation.generating import GREEDY, Prompts, make_texts, prompts_of
+from hpcllm.evaluation.example_tokens import prompts_of
+from hpcllm.evaluation.generating import GREEDY, Prompts, make_texts
 from hpcllm.evaluation.judge_process import JudgeProcess
 from hpcllm.evaluation.sandbox import Outcome
 from hpcllm.evaluation.scoring import Scorer

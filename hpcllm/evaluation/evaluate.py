@@ -11,14 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcllm.checkpoint.huggingface.folder import read_contents, which
-from hpcllm.checkpoint.reader import Checkpoint
-from hpcllm.checkpoint.state import facts
-from hpcllm.config.schema import DataConfig, from_tables
-from hpcllm.data.model_texts import model_texts
+from hpcllm.checkpoint.huggingface.folder import which
 from hpcllm.evaluation.measuring import measure, prepare
 from hpcllm.evaluation.scoring import Scorer
-from hpcllm.evaluation.settings import About, Options, Progress
+from hpcllm.evaluation.settings import Options, Progress, about_model
 from hpcllm.evaluation.tasks import Result, TaskName
 from hpcllm.inference.generate import load_model
 from hpcllm.mpi.collective_errors import on_root
@@ -27,8 +23,6 @@ from hpcllm.system.device import choose_device, take_device, torch_dtype
 if TYPE_CHECKING:
     from hpcllm.evaluation.judge_process import JudgeProcess
     from hpcllm.mpi.mesh import Mesh
-
-FOLDER_SEQUENCE = 1024  # tokens of a row where no run says it, if the model reads as many
 
 
 def evaluate(
@@ -41,10 +35,9 @@ def evaluate(
 ) -> list[Result]:
     """Measure a model by each task. Collective over the mesh; None: one process, without MPI.
 
-    judge: process of this rank that runs programs, for tasks of code.
-
-    path: a checkpoint, a run folder for its newest, or a Hugging Face folder. Returns the results on rank 0, [] on
-    others. Raises UserError before weights are read, CheckpointError, NonFiniteError, StallError.
+    path: a checkpoint, a run folder for its newest, or a Hugging Face folder. judge: process of this rank that runs
+    programs, for tasks of code. Returns the results on rank 0, [] on others. Raises UserError before weights are read,
+    CheckpointError, NonFiniteError, StallError.
     """
     comm = mesh.world if mesh else None
     place = take_device(options.device, mesh.world, mesh.node).device if mesh else choose_device(options.device)
@@ -54,14 +47,3 @@ def evaluate(
     scorer = Scorer([load_model(path, is_folder, torch_dtype(options.precision), place, mesh)], mesh)
     found = [measure(scorer, each, options.batch_tokens, progress) for each in prepared]
     return [result for result in found if result is not None]
-
-
-def about_model(path: Path, is_folder: bool) -> About:
-    """Read shape, tokenizer and layout of data beside weights. Not collective. Raises UserError, CheckpointError."""
-    text = model_texts(path).tokenizer_json
-    if is_folder:
-        model = read_contents(path).model
-        return About(model, DataConfig(sequence_length=min(model.max_sequence, FOLDER_SEQUENCE)), text)
-    with Checkpoint.open(path) as checkpoint:
-        config = from_tables(facts(checkpoint).config)
-    return About(config.model, config.data, text)

@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hpcllm.data.tokenizer import Encoder
-from hpcllm.errors import DataError
 from hpcllm.evaluation.batches import Tokens
 from hpcllm.evaluation.scoring import Advance, Scorer
 from hpcllm.inference.batch import Batch, Request, Text
@@ -46,15 +45,6 @@ class Prompts:
     @property
     def groups(self) -> int:
         return -(-len(self.tokens) // GROUP_TEXTS)
-
-
-def prompts_of(texts: Sequence[str], encoder: Encoder, vocabulary: int) -> list[Tokens]:
-    """Encode prompts as texts begin. Raises DataError for a token that the model does not have."""
-    found = [encoder.beginning + tuple(ids[:-1].tolist()) for ids in encoder.encode(texts)]  # encode closes a document
-    largest = max((max(ids, default=0) for ids in found), default=0)
-    if largest >= vocabulary:
-        raise DataError(f"the tokenizer makes token {largest} of a text, the model has {vocabulary} tokens")
-    return [ids or (encoder.end_of_text,) for ids in found]
 
 
 def make_texts(

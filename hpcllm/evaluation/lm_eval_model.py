@@ -4,7 +4,8 @@
     lm_eval.simple_evaluate(model=HpcllmModel("runs/small"), tasks=["my_task"])
     python -m hpcllm.evaluation.lm_eval_model --model hpcllm --model_args path=runs/small --tasks my_task
 
-    lm_eval: tasks, prompts, metrics --> texts --> tokens --> scoring.py, one process --> log-likelihoods --> lm_eval
+    lm_eval: tasks, prompts, metrics --> texts --> tokens --+--> scoring.py ------> log-likelihoods --+--> lm_eval
+                                                            +--> generating.py ---> texts ------------+   one process
 
 Importing this file registers the model as "hpcllm". Tested with lm-eval 0.4.13; needs the extra `peers`. Its task files
 name data on the network or local files; the latter work without one.
@@ -12,7 +13,7 @@ name data on the network or local files; the latter work without one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,15 @@ from hpcllm.checkpoint.huggingface.folder import which
 from hpcllm.data.tokenizer import Encoder
 from hpcllm.errors import ConfigError
 from hpcllm.evaluation.batches import BATCH_TOKENS, Request, batches_of_requests, check_lengths
-from hpcllm.evaluation.evaluate import about_model
-from hpcllm.evaluation.examples import requests_of_pairs
+from hpcllm.evaluation.example_tokens import prompts_of, requests_of_pairs
+from hpcllm.evaluation.generating import GREEDY, Prompts, make_texts
 from hpcllm.evaluation.scoring import Score, Scorer
+from hpcllm.evaluation.settings import USUAL_TOKENS, about_model
 from hpcllm.inference.generate import load_model
+from hpcllm.model.sampling import Sampling, seed_of
 from hpcllm.system.device import choose_device, torch_dtype
+
+MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm_eval's names, in its order
 
 
 @register_model("hpcllm")
@@ -70,11 +75,27 @@ class HpcllmModel(LM):  # type: ignore[misc]
         return [-sum(next(scores).nats for _ in of_text) for of_text in windows]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:  # noqa: ARG002
-        """Raise ConfigError: tasks that generate are not run by this model."""
-        raise ConfigError(
-            f"{len(requests)} requests of lm_eval are to generate; valid: tasks of output_type multiple_choice, "
-            "loglikelihood or loglikelihood_rolling"
-        )
+        """Return the text that follows each request's context, up to a stop string of its settings.
+
+        Draws, where the settings want any, depend on the number of the request alone. Raises ConfigError for settings
+        out of range.
+        """
+        alike: dict[tuple[int, Sampling], list[int]] = {}
+        for number, request in enumerate(requests):
+            alike.setdefault(_drawing(request.args[1], self.about.model.max_sequence), []).append(number)
+        found = [""] * len(requests)
+        for (most, sampling), numbers in alike.items():
+            prompts = self._prompts([requests[number].args for number in numbers], numbers, most)
+            for number, text in zip(numbers, make_texts(self.scorer, prompts, self.encoder, sampling), strict=True):
+                found[number] = text
+        return found
+
+    def _prompts(self, asked: Sequence[tuple[str, Mapping[str, Any]]], numbers: Sequence[int], most: int) -> Prompts:
+        tokens = prompts_of([context for context, _ in asked], self.encoder, self.about.model.vocabulary)
+        stops = [_stops(settings) for _, settings in asked]
+        sets = list(dict.fromkeys(stops))
+        seeds = [seed_of(0, number) for number in numbers]
+        return Prompts(tokens, sets, [sets.index(each) for each in stops], most, seeds)
 
     def _scores(self, requests: list[Request]) -> list[Score]:
         check_lengths(requests, self.about.model.max_sequence)
@@ -88,6 +109,25 @@ class HpcllmModel(LM):  # type: ignore[misc]
         for window in get_rolling_token_windows(ids, prefix, most, 1):
             context, continuation = make_disjoint_window(window)
             yield Request(tuple(context), tuple(continuation))
+
+
+def _drawing(settings: Mapping[str, Any], window: int) -> tuple[int, Sampling]:
+    """Return most tokens of a text, and how they are drawn, from lm_eval's settings. Raises ConfigError."""
+    most = int(next((settings[key] for key in MOST_TOKENS if settings.get(key) is not None), USUAL_TOKENS))
+    if not 0 < most < window:
+        raise ConfigError(f"max_gen_toks is {most}, the model reads {window} with the prompt; valid: 1 to {window - 1}")
+    temperature = float(settings.get("temperature") or settings.get("do_sample") or 0)
+    if settings.get("do_sample") is False or not temperature:
+        return most, GREEDY
+    top_k, top_p, min_p = (settings.get(key) or usual for key, usual in (("top_k", 0), ("top_p", 1), ("min_p", 0)))
+    sampling = Sampling(temperature, int(top_k), float(top_p), float(min_p))
+    sampling.check()
+    return most, sampling
+
+
+def _stops(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    until = settings.get("until") or ()
+    return tuple(each for each in ((until,) if isinstance(until, str) else until) if each)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ PANELS = {
     "acc": "share that is right",
     "acc_norm": "share that is right, by length",
     "exact_match": "share of written answers that is right",
+    "flexible_match": "share whose last number is right",
     "loss": "loss, nats",
     "bits_per_byte": "bits per byte",
 }
@@ -28,12 +29,14 @@ PANELS = {
 def draw(reports: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Write the picture of reports of `hpcllm evaluate`, one a checkpoint. Raises ConfigError."""
     names = list(dict.fromkeys(task["task"] for report in reports for task in report["tasks"]))
-    panels = [key for key in PANELS if any(key in task["figures"] for task in reports[0]["tasks"])]
+    there = dict.fromkeys(key for task in reports[0]["tasks"] for key in task["figures"])
+    shares = {key: f"problems that pass, {key}" for key in there if key.startswith("pass@")}
+    panels = {key: label for key, label in (PANELS | shares).items() if key in there}
     with plotting.figure(WIDTH_INCHES, [PANEL_INCHES] * len(panels), MARGIN_INCHES, share_x=True) as (made, axes):
-        for key, each in zip(panels, axes, strict=True):
+        for (key, label), each in zip(panels.items(), axes, strict=True):
             for number, name in enumerate(names):
                 _curve(each, reports, name, key, number)
-            each.set_ylabel(PANELS[key])
+            each.set_ylabel(label)
             plotting.legend_beside(each)
         axes[-1].set_xlabel("step")
         with writing(f"--plot {str(path)!r}"):

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from hpcllm.data.tokenizer import Encoder
 from hpcllm.errors import DataError
 from hpcllm.evaluation.batches import Tokens
-from hpcllm.evaluation.generating import Prompts, make_texts, prompts_of
+from hpcllm.evaluation.example_tokens import prompts_of
+from hpcllm.evaluation.generating import Prompts, make_texts
 from hpcllm.evaluation.patterns import Search, search_all
 from hpcllm.evaluation.questions import Question, rights
 from hpcllm.evaluation.scoring import Scorer

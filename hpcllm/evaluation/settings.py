@@ -11,12 +11,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpcllm.config.schema import DataConfig, ModelConfig
+from hpcllm.checkpoint.huggingface.folder import read_contents
+from hpcllm.checkpoint.reader import Checkpoint
+from hpcllm.checkpoint.state import facts
+from hpcllm.config.schema import DataConfig, ModelConfig, from_tables
+from hpcllm.data.model_texts import model_texts
 from hpcllm.errors import CheckpointError, ConfigError
 from hpcllm.evaluation.batches import BATCH_TOKENS
 from hpcllm.evaluation.sandbox import Limits
 from hpcllm.evaluation.scoring import Advance
 
+FOLDER_SEQUENCE = 1024  # tokens of a row where no run says it, if the model reads as many
 USUAL_TOKENS = 256  # of a text that a model makes, where nothing else is said
 Progress = Callable[[str, int], AbstractContextManager[Advance]]  # (task, batches) -> while it runs
 
@@ -66,3 +71,14 @@ class About:
         if wanted and wanted >= window:
             raise ConfigError(f"--tokens {wanted}: the model reads {window} with the prompt; valid: 1 to {window - 1}")
         return wanted or min(usual, max(window // 2, 1))
+
+
+def about_model(path: Path, is_folder: bool) -> About:
+    """Read shape, tokenizer and layout of data beside weights. Not collective. Raises UserError, CheckpointError."""
+    text = model_texts(path).tokenizer_json
+    if is_folder:
+        model = read_contents(path).model
+        return About(model, DataConfig(sequence_length=min(model.max_sequence, FOLDER_SEQUENCE)), text)
+    with Checkpoint.open(path) as checkpoint:
+        config = from_tables(facts(checkpoint).config)
+    return About(config.model, config.data, text)

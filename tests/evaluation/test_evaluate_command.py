@@ -106,6 +106,26 @@ def test_each_checkpoint_of_a_run_has_a_line(tmp_path, capfd):
     assert main([*words[:-1], "--plot", str(picture)]) == 2
 
 
+@pytest.mark.parallel([1, 3])
+def test_checkpoints_are_compared_and_drawn_on_any_ranks(comm, shared_path, capfd):
+    folder, picture = shared_path / "a run" / "checkpoints", shared_path / "a picture.svg"
+    if comm.rank == 0:
+        folder.mkdir(parents=True)
+        for step in (20, 3):
+            checkpoint_of(folder, MODEL, step=step)
+    comm.Barrier()
+    words = ["--task", "copy:2", "--task", "generate=copy:2", "--problems", "5", "--all-checkpoints"]
+    assert main(["evaluate", str(shared_path / "a run"), *words, "--json", "--plot", str(picture)]) == 0
+    out = capfd.readouterr().out
+    assert bool(out) == (comm.rank == 0)
+    if comm.rank == 0:
+        reports = json.loads(out)
+        assert [(report["step"], len(report["tasks"])) for report in reports] == [(3, 2), (20, 2)]
+        text = picture.read_text()
+        wanted = ("generate=copy:2", "share of written answers that is right", "loss, nats")
+        assert all(label in text for label in wanted)
+
+
 MISTAKES = {
     "no task": (["none"], "'none' is no task; valid: a token store"),
     "size": (["sort:0"], "sort:0: problems of this family have sizes from 1"),

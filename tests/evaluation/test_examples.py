@@ -16,7 +16,8 @@ from hpcllm.data import tokenizer as bpe
 from hpcllm.errors import DataError
 from hpcllm.evaluation.benchmarks import FORMATS, RejectedError
 from hpcllm.evaluation.example_files import read_examples
-from hpcllm.evaluation.examples import Example, requests_of, requests_of_pairs
+from hpcllm.evaluation.example_tokens import requests_of, requests_of_pairs
+from hpcllm.evaluation.examples import Example
 
 WORDS = bpe.Encoder(bpe.train(["the sum of the ranks is the sum "] * 50, 300))
 texts = st.text("the sum of ranks", max_size=30)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from small_models import TOKENIZER
@@ -57,7 +59,8 @@ def write_folder(folder: Path) -> None:
     torch.manual_seed(1)
     shape = transformers.LlamaConfig(
         vocab_size=bpe.Encoder(text).vocabulary, hidden_size=48, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=64, max_position_embeddings=64, initializer_range=0.3,
+        intermediate_size=64, max_position_embeddings=64, initializer_range=0.3, bos_token_id=None,
+        eos_token_id=bpe.Encoder(text).end_of_text,
     )  # fmt: skip
     transformers.LlamaForCausalLM(shape).save_pretrained(folder)
     write_whole(folder / "tokenizer.json", text)
@@ -66,12 +69,80 @@ def write_folder(folder: Path) -> None:
     write_whole(folder / "tokenizer_config.json", json.dumps(settings))
 
 
+class Asked(NamedTuple):
+    """A request of lm_eval, as its models see it."""
+
+    args: tuple[str, dict]
+
+
 def of_lm_eval(lm_eval, model, folder: Path) -> dict[str, float]:
     from lm_eval.tasks import TaskManager
 
     tasks = TaskManager(include_path=str(folder), include_defaults=False)
     found = lm_eval.simple_evaluate(model=model, tasks=["ours"], task_manager=tasks, bootstrap_iters=10)
     return found["results"]["ours"]
+
+
+GENERATED = """
+task: ours
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+output_type: generate_until
+test_split: test
+doc_to_text: "Question: {{question}}\\nAnswer:"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["Question:", "</s>", "<|im_end|>"], do_sample: false, temperature: 0.0, max_gen_toks: 24}
+metric_list:
+  - metric: exact_match
+    aggregation: mean
+    higher_is_better: true
+    ignore_case: true
+    regexes_to_ignore: [",", "\\\\$", "(?s).*#### ", "\\\\.$"]
+filter_list:
+  - name: strict-match
+    filter: [{function: regex, regex_pattern: "#### (\\\\-?[0-9\\\\.\\\\,]+)"}, {function: take_first}]
+  - name: flexible-extract
+    filter:
+      - {function: regex, group_select: -1, regex_pattern: "(-?[$0-9.,]{2,})|(-?[0-9]+)"}
+      - {function: take_first}
+"""
+
+
+def test_written_answers_are_those_of_lm_eval_to_the_last_digit(tmp_path, monkeypatch, capfd):
+    lm_eval = pytest.importorskip("lm_eval", reason="needs the extra `peers`")
+    pytest.importorskip("accelerate", reason="lm-eval's own model needs accelerate")
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    draw = random.Random(7)
+    questions = [" ".join(draw.choices(WORDS, k=draw.choice([1, 3, 9, 40]))) for _ in range(80)]
+    write_folder(tmp_path / "weights")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from lm_eval.models.huggingface import HFLM
+
+        from hpcllm.evaluation.lm_eval_model import HpcllmModel
+
+        ours = HpcllmModel(tmp_path / "weights")
+        asked = [Asked((f"Question: {question}\nAnswer:", {"max_gen_toks": 24})) for question in questions]
+        numbers = [(re.findall(r"[0-9]+", text) or ["7"])[-1] for text in ours.generate_until(asked)]
+        rows = [{"question": q, "answer": f"so\n#### {n}"} for q, n in zip(questions, numbers, strict=True)]
+        write_whole(tmp_path / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "ours.yaml").write_text(GENERATED.replace("FILE", str(tmp_path / "rows.jsonl")))
+        other = HFLM(pretrained=str(tmp_path / "weights"), dtype="float32", device="cpu", batch_size=8)
+        stopping = [Asked((each.args[0], {"until": ["e", " is"], "max_gen_toks": 24})) for each in asked]
+        assert other.generate_until(stopping) == ours.generate_until(stopping)
+        theirs, inside = of_lm_eval(lm_eval, other, tmp_path), of_lm_eval(lm_eval, ours, tmp_path)
+    capfd.readouterr()
+    words = ["evaluate", str(tmp_path / "weights"), "--task", f"gsm8k={tmp_path / 'rows.jsonl'}", "--tokens", "24"]
+    assert main([*words, "--json"]) == 0
+    figures = json.loads(capfd.readouterr().out)["tasks"][0]["figures"]
+    assert 0 < figures["flexible_match"]["value"] < 1
+    for name, theirs_name in (("exact_match", "strict-match"), ("flexible_match", "flexible-extract")):
+        key = f"exact_match,{theirs_name}"
+        assert theirs[key] == inside[key] == pytest.approx(figures[name]["value"], rel=1e-12)
+        stderr = f"exact_match_stderr,{theirs_name}"
+        assert theirs[stderr] == inside[stderr] == pytest.approx(figures[name]["stderr"], rel=1e-9)
 
 
 def test_shares_and_errors_are_those_of_lm_eval_to_the_last_digit(tmp_path, monkeypatch, capfd):
