@@ -166,11 +166,12 @@ def _demo(arguments: argparse.Namespace) -> int:
     check_writable(arguments.plot)
     found = _graded(entry, None, "")
     _draw(arguments, found, entry)
-    head = ["", "ours s", "library s", "bound s"]
+    units = {race.name: race.unit for race in load_lab(entry).races}
     lines = [f"lab {entry.name}: {entry.title}, by our own functions", ""]
     for part in found.parts:
         if part.rows:
             cells = [[row.label, *map(_seconds, (row.ours, row.native, row.bound))] for row in part.rows]
+            head = ["", *(f"{whose} {units[part.name]}" for whose in ("ours", "library", "bound"))]
             lines += [part.name, *table(head, cells, gap="  "), ""]
     show(arguments, found.as_dict(), lines[:-1])
     return 0

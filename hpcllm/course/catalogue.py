@@ -35,6 +35,7 @@ class Entry(NamedTuple):
 LABS = {
     entry.name: entry
     for entry in (
+        Entry(1, "latency", "latency and bandwidth"),
         Entry(2, "allreduce", "a sum over all ranks"),
     )
 }  # fmt: skip
