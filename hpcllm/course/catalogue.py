@@ -36,6 +36,7 @@ LABS = {
     entry.name: entry
     for entry in (
         Entry(2, "allreduce", "a sum over all ranks"),
+        Entry(5, "tensor_parallel", "a layer split over ranks"),
     )
 }  # fmt: skip
 
