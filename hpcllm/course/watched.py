@@ -2,6 +2,7 @@
 
     Send, Isend ----> a short sleep, now and then ----> Ssend, Issend      ends once its receive is posted: a program
     Recv, Irecv ----> a short sleep, now and then ----> as they are        that needs MPI's buffers is in a deadlock
+    Allreduce ... --> a short sleep, now and then ----> as they are        for labs that are not about making them
 
 What a race, a missing wait or a lucky order gives right on most days, goes wrong here on most. All is real: messages go
 through MPI, and any order that comes of the delays may come on a busy network, too.
@@ -23,7 +24,7 @@ LONGEST_S = 2e-3
 
 
 class WatchedComm(MPI.Intracomm):
-    """A communicator whose point-to-point messages are delayed, unbuffered, and counted."""
+    """A communicator whose messages are delayed, unbuffered, and counted."""
 
     delays: random.Random | None
     messages: int
@@ -101,6 +102,21 @@ def _receiving(name: str) -> Callable[..., Any]:
     return method
 
 
+def _joint(name: str) -> Callable[..., Any]:
+    """Make a collective operation that counts as one message of what this rank puts in."""
+    plain = getattr(MPI.Intracomm, name)
+
+    def method(self: WatchedComm, sendbuf: Any, recvbuf: Any, *arguments: Any, **keywords: Any) -> Any:
+        self.count(recvbuf if sendbuf is MPI.IN_PLACE else sendbuf)
+        self.be_late()
+        result = plain(self, sendbuf, recvbuf, *arguments, **keywords)
+        if result is not None:
+            self.requests.append(result)
+        return result
+
+    return method
+
+
 def _exchanging(self: WatchedComm, sendbuf: Any, *arguments: Any, **keywords: Any) -> None:
     self.count(sendbuf)
     self.be_late()
@@ -111,4 +127,6 @@ for _name, _strict in {"Send": "Ssend", "Ssend": "Ssend", "Isend": "Issend", "Is
     setattr(WatchedComm, _name, _sending(_name, _strict))
 for _name in ("Recv", "Irecv"):
     setattr(WatchedComm, _name, _receiving(_name))
+for _name in ("Allreduce", "Iallreduce", "Reduce_scatter", "Ireduce_scatter", "Allgatherv", "Iallgatherv"):
+    setattr(WatchedComm, _name, _joint(_name))
 WatchedComm.Sendrecv = _exchanging  # type: ignore[assignment,method-assign]
