@@ -26,7 +26,8 @@ from hpcllm.config.schema import Config, RewardConfig
 from hpcllm.data.store import TokenStore
 from hpcllm.data.tokenizer import Encoder
 from hpcllm.errors import ConfigError, DataError
-from hpcllm.evaluation.examples import Example, requests_of
+from hpcllm.evaluation.example_tokens import requests_of
+from hpcllm.evaluation.examples import Example
 from hpcllm.evaluation.problems import Part, problems
 from hpcllm.evaluation.settings import Options
 from hpcllm.evaluation.tasks import examples_of, parse_task
