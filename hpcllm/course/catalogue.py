@@ -35,7 +35,9 @@ class Entry(NamedTuple):
 LABS = {
     entry.name: entry
     for entry in (
+        Entry(1, "latency", "latency and bandwidth"),
         Entry(2, "allreduce", "a sum over all ranks"),
+        Entry(4, "pipeline", "pipeline schedules as data"),
     )
 }  # fmt: skip
 
