@@ -123,6 +123,7 @@ class Race:
     hint: str = "slow"
     x_label: str = "bytes"
     unit: str = "s"
+    native_label: str = "the MPI library"
     limit_s: float = 60.0  # of a row
 
 

@@ -16,7 +16,7 @@ from hpcllm.course.score import Grade
 from hpcllm.errors import ConfigError
 
 WIDTH_INCHES, PANEL_INCHES = 7.0, 3.2
-LINES = {"student": "yours", "ours": "ours", "native": "the MPI library", "bound": "bound"}
+LINES = {"student": "yours", "ours": "ours", "native": "", "bound": "bound"}
 
 
 def draw(found: Grade, lab: Lab, path: Path) -> None:
@@ -26,7 +26,7 @@ def draw(found: Grade, lab: Lab, path: Path) -> None:
         raise ConfigError(f"nothing to draw in {str(path)!r}: no race was run, as races come after the laws")
     with plotting.figure(WIDTH_INCHES, [PANEL_INCHES] * len(raced)) as (made, panels):
         for panel, (part, race) in zip(panels, raced, strict=True):
-            for number, (name, label) in enumerate(LINES.items()):
+            for number, (name, label) in enumerate({**LINES, "native": race.native_label}.items()):
                 points = [(row.x, getattr(row, name)) for row in part.rows if getattr(row, name) is not None]
                 if points:
                     style = plotting.line_style(number)

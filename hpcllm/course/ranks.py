@@ -123,7 +123,7 @@ class Rank:
                 if control:
                     self._case(law, Trial(student, self.ours, self._watched(control, case_number), control,
                                           self.shared_random("case", number, ranks, case_number), self.folder, case),
-                               stage="laws", part=number, ranks=ranks, case=case)  # fmt: skip
+                               stage="laws", part=number, ranks=ranks, rank=control.rank, case=case)  # fmt: skip
                 self.meet()
 
     def _watched(self, control: MPI.Intracomm, case_number: int) -> Any:
@@ -133,7 +133,10 @@ class Rank:
     def _case(self, law: Law, trial: Trial, **place: Any) -> None:
         comm = trial.comm
         with self.judged(law.limit_s, **place):
-            law.check(trial)
+            try:
+                law.check(trial)
+            except LawError as error:
+                raise error if comm.waited_for() else LawError("not_waited", error.shown) from error
             if not comm.waited_for():
                 raise LawError("not_waited", shown_case(place))
             trial.control.Barrier()
@@ -246,8 +249,10 @@ def run(folder: Path) -> None:
         for stage in stages[1:] if rank.job["file"] is None else stages:
             stage(student)
         rank.say("done")
+        MPI.Finalize()
     except OverError:
         time.sleep(rank.job["end_s"])  # other ranks may wait for ever; runner.py ends the job long before
+    os._exit(0)  # nothing of the student's runs at the end
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ PR_SET_CHILD_SUBREAPER = 36
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in ', re.MULTILINE)
 CALLS = r"[Ww]ait\w*|[SsRr]end\w*|[Rr]ecv\w*|[Pp]robe|Test\w*|[Bb]arrier|[A-Z]?(all|gather|reduce|bcast)\w*"
 WAITS = re.compile(rf"\b({CALLS})\(")
+BY_THE_WORLD = ("deadlock", "exception", "truncated", "other")  # hints of what messages to wrong ranks end in
 Record = dict[str, Any]
 
 
@@ -131,12 +132,18 @@ def run_check(entry: Entry, file: Path | None, seed: str, advance: Callable[[str
         start_s = time.monotonic()
         with _ranks(folder) as (process, output):
             outcome = _watch(process, _Watch(folder), file, advance)
+        if outcome.fault and outcome.fault["hint"] in BY_THE_WORLD and file and _uses_world(file):
+            outcome.fault["hint"] = "world"
         outcome.output = output.decode("utf-8", "replace")
         outcome.seconds = time.monotonic() - start_s
     if not all(outcome.records) and outcome.fault and outcome.fault.get("stage") is None:
         said = outcome.output.strip()[-500:]
         raise HpcllmError(f"the ranks of the check did not start: {said or outcome.fault['shown']}")
     return outcome
+
+
+def _uses_world(file: Path) -> bool:
+    return "COMM_WORLD" in file.read_text(encoding="utf-8", errors="replace")
 
 
 @contextlib.contextmanager
@@ -231,7 +238,8 @@ def _watch(
             _wait_for_others(process, watch)
             return Outcome(watch.records, _clearest(watch.wrong()))
         if ended:
-            return Outcome(watch.records, _place(watch) | {"hint": "crash", "shown": _exit_words(process.returncode)})
+            words = f"the job ended with exit code {process.returncode} before the check was over"
+            return Outcome(watch.records, _place(watch) | {"hint": "crash", "shown": words})
         now_s = time.monotonic()
         if now_s - watch.last_s > watch.limit_s() or now_s - begin_s > WHOLE_S:
             return Outcome(watch.records, _place(watch) | _hanging(watch, file))
@@ -258,21 +266,22 @@ def _place(watch: _Watch) -> Record:
     return {key: last[0][key] for key in keys if key in last[0]} if last else {}
 
 
-def _exit_words(code: int) -> str:
-    return f"the job ended with exit code {code} before the check was over"
-
-
 def _hanging(watch: _Watch, file: Path | None) -> Record:
     """Tell a deadlock from an endless loop by where the ranks were."""
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file else []
-    places = {rank: _line_of(watch.folder / f"stack_{rank}.txt", file, lines) for rank in range(RANKS)}
+    places = {
+        int(rows[-1].get("rank", number)): _line_of(watch.folder / f"stack_{number}.txt", file, lines)
+        for number, rows in enumerate(watch.records)
+        if rows and rows[-1]["event"] == "start"  # the others were not asked, or have come back
+    }
     stuck = {rank: place for rank, place in places.items() if place}
     busy = {rank: place for rank, place in stuck.items() if not WAITS.search(place[1])}
     hint = "endless" if busy else "deadlock"
-    shown = "; ".join(f"rank {rank} at line {number}: {text}" for rank, (number, text) in (busy or stuck).items())
-    back = [rank for rank, place in places.items() if not place]
-    if stuck and not busy and back and len(back) < RANKS:
-        shown += f"; not in your file: rank{'s' * (len(back) > 1)} {', '.join(map(str, back))}"
+    named = sorted((busy or stuck).items())
+    shown = "; ".join(f"rank {rank} at line {number}: {text}" for rank, (number, text) in named)
+    back = sorted(set(places) - set(stuck))
+    if stuck and not busy and back:
+        shown += f"; rank{'s' * (len(back) > 1)} {', '.join(map(str, back))}: back from your function"
     return {"hint": hint, "shown": shown or "no rank was in your file"}
 
 

@@ -21,7 +21,9 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from hpcllm.collectives import allreduce
+from hpcllm.collectives.operations import ALGORITHMS
 from hpcllm.course.lab import RANKS, Lab, Law, LawError, Prediction, Race, Row, Trial
+from hpcllm.course.small_run import make_store, train_losses
 from hpcllm.mpi.partition import chunk_range
 from hpcllm.perf.timing import Case, in_turns
 
@@ -31,6 +33,8 @@ LARGEST = 300_000  # values of a case: more than any MPI sends without waiting f
 LONG_BYTES = (1 << 20, 1 << 22)
 SHORT_BYTES = (256, 2048)
 ROUNDS = 21
+STEPS = 3  # of the run
+LOSS_ERROR = 1e-5  # relative: another order of sums
 
 
 def ring(x: Values, comm: MPI.Intracomm) -> None:
@@ -118,6 +122,27 @@ def check_traffic(trial: Trial) -> None:
         raise LawError("traffic", f"{sent}; a ring sends {most:.0f} at most")
 
 
+def few_values(_: random.Random, __: int) -> Iterator[Mapping[str, Any]]:
+    """Yield the only case of the run."""
+    yield {"steps": STEPS}
+
+
+def check_run(trial: Trial) -> None:
+    """Train with the student's sum of gradients and with our ring, and compare the losses."""
+    store = make_store(trial.folder, trial.control)
+    settings: dict[str, Any] = {"communication": {"algorithm": "ring"}, "mesh": {"dp": trial.control.size}}
+    wanted = train_losses(store, trial.control, STEPS, **settings)
+    sums = ALGORITHMS["allreduce"]
+    ours = sums["ring"]
+    sums["ring"] = lambda x, group, _: trial.student.allreduce(x.numpy(), group.comm)
+    try:
+        found = train_losses(store, trial.control, STEPS, **settings)
+    finally:
+        sums["ring"] = ours
+    if any(abs(a - b) > LOSS_ERROR * abs(b) for a, b in zip(found, wanted, strict=True)):
+        raise LawError("losses", f"losses {found}, with our ring {wanted}")
+
+
 def mistake(x: Values, before: Values, parts: Values) -> str:
     """Tell a known mistake from its result: key of the hint."""
     ranks, n = parts.shape
@@ -203,10 +228,11 @@ LAB = Lab(
     title="a sum over all ranks",
     functions=("allreduce", "allreduce_small"),
     laws=(
-        Law("sums", "allreduce leaves the sum on every rank, for any n", 25, lengths, check_sums),
+        Law("sums", "allreduce leaves the sum on every rank, for any n", 20, lengths, check_sums),
         Law("bits", "every rank has the same bits, near the exact sum", 10, few_lengths, check_bits),
         Law("traffic", "no rank sends more than a ring does", 15, few_lengths, check_traffic),
-        Law("small sums", "allreduce_small is right, in few messages", 15, lengths, check_small_sums),
+        Law("small sums", "allreduce_small is right, in few messages", 10, lengths, check_small_sums),
+        Law("run", "the trainer sums its gradients by it, with equal losses", 10, few_values, check_run, (3,), 60.0),
     ),
     races=(
         Race("long sums", "1 and 4 MiB on 4 ranks, beside our ring", 10, long_race, ((2.0, 1.0), (4.0, 0.5))),
@@ -231,6 +257,7 @@ LAB = Lab(
         "bits": "Ranks have different bits: each adds in an order of its own. Let one rank complete a chunk, and the "
         "others take its bytes.",
         "traffic": "Rank by rank the sum of bytes is above that of a ring: a rank sends chunks, never all of x.",
+        "losses": "The sum is right alone, but not in a run, where sums of several arrays follow each other.",
         "many_messages": "Few messages means rounds in which partners at distance 1, 2, 4 ... exchange all they have.",
     },
     forbidden=(

@@ -1,4 +1,4 @@
-"""Lab 1: latency and bandwidth. Fill in this file, then run `hpcllm course check`. The sheet says what to do."""
+"""Lab 1: latency and bandwidth. Fill in this file, then run `hpcllm course check`."""
 
 from __future__ import annotations
 
@@ -7,46 +7,31 @@ from collections.abc import Sequence
 from mpi4py import MPI
 
 
-def ping_pong(comm: MPI.Intracomm, size_bytes: int, repeats: int) -> list[float]:
-    """Measure messages of size_bytes between ranks 0 and 1. Collective over comm, of 2 ranks or more.
+def one_way(comm: MPI.Intracomm, size_bytes: int, rounds: int) -> float:
+    """Return the seconds that a message of so many bytes takes from rank 0 to the last rank: half a ping-pong's.
 
-    Rank 0 sends, rank 1 answers with as many bytes: one round trip. One at least goes first that is not timed, as
-    connections are made and memory is touched in it; then `repeats` are timed, each for itself. Returns on rank 0 the
-    `repeats` times of one message, in seconds and in order, that is, half of each round trip; on other ranks an empty
-    list. Ranks from 2 on send nothing. Any size, also 0.
+    Collective over comm; with one rank 0.0. Each of the rounds is a message there and one back, of size_bytes bytes
+    each, from the first call on; one more round, to warm up, comes before. All ranks return the same number, the median
+    of the rounds, as one that the system held up says nothing about the network.
     """
     raise NotImplementedError
 
 
-def fit(sizes_bytes: Sequence[int], seconds: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Fit seconds = alpha_s + beta_s * bytes to what was measured; seconds[i] are the repeats of sizes_bytes[i].
+def fit(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Return (alpha, beta) such that alpha + beta * size comes near the seconds: latency, seconds a byte.
 
-    Returns (alpha_s, beta_s), each right to 10 %, although the sizes come in any order, each size is off by up to 2 %,
-    and one repeat in five came late, up to ten times.
+    Relative errors count alike at all sizes: the sum of ((alpha + beta * size - seconds) / seconds) ** 2 is the least.
     """
     raise NotImplementedError
 
 
-def ring_s(ranks: int, size_bytes: float, alpha_s: float, beta_s: float) -> float:
-    """Predict the seconds of a ring allreduce: 2 (p - 1) steps, a chunk of exactly size_bytes / p in each."""
-    raise NotImplementedError
-
-
-def doubling_s(ranks: int, size_bytes: float, alpha_s: float, beta_s: float) -> float:
-    """Predict the seconds of a sum by recursive doubling, all of x in each step.
-
-    Of p ranks 2^k <= p exchange in k steps; if p > 2^k, the others hand in theirs before and get the sum after.
-    """
-    raise NotImplementedError
-
-
-def crossover_bytes(ranks: int, alpha_s: float, beta_s: float) -> float:
-    """Find the size of x at which both take equally long, on 2 ranks or more; math.inf if the ring is never faster."""
+def predict_allreduce(alpha: float, beta: float, ranks: int, size_bytes: int) -> float:
+    """Return the seconds that a ring takes to sum arrays of so many bytes over these ranks, additions not counted."""
     raise NotImplementedError
 
 
 PREDICTIONS: dict[str, float | None] = {
-    "half_kb": None,  # size, in 1000 bytes, of a message that gets half of the bandwidth
-    "ring_ms": None,  # milliseconds of a ring over 64 ranks of 1e9 bytes
-    "crossover_kb": None,  # size, in 1000 bytes, from which on a ring is faster on 16 ranks
+    "half": None,  # bytes at which half the time is latency, if alpha is 2 us and a second moves 10 GB
+    "tree": None,  # us: an 8-byte value from rank 0 to 63 others by a binomial tree, with that network
+    "ring": None,  # ms: a ring sum of 1 GB over 64 ranks, with that network
 }
