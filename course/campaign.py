@@ -27,7 +27,7 @@ from hpcllm.course.score import grade
 from hpcllm.system.text import percent, table
 
 HERE = Path(__file__).parent
-BASES = {"latency": "plain", "allreduce": "ring", "pipeline": "loops"}  # of the wrong variants
+BASES = {"latency": "plain", "allreduce": "ring", "pipeline": "loops", "tensor_parallel": "plain"}  # of the wrong variants
 
 
 @dataclass(frozen=True)
