@@ -56,8 +56,8 @@ REFERENCE = SimpleNamespace(allreduce=ring, allreduce_small=doubling)
 
 
 def lengths(drawn: random.Random, ranks: int) -> Iterator[Mapping[str, Any]]:
-    """Yield numbers of values: fewer than ranks, some that divide and some that do not, one long."""
-    few = [1, ranks - 1, ranks, ranks + 1, 2 * ranks + 1, drawn.randrange(20, 200), 0]
+    """Yield numbers of values: first those in which most mistakes can be told apart, then few, none, many."""
+    few = [ranks, 2 * ranks + 1, 1, ranks - 1, ranks + 1, drawn.randrange(20, 200), 0]
     yield from ({"n": n} for n in dict.fromkeys(few))
     yield {"n": drawn.randrange(LARGEST // 2, LARGEST)}
 
@@ -153,7 +153,7 @@ def mistake(x: Values, before: Values, parts: Values) -> str:
     for mean in (wanted / ranks,):
         if np.allclose(x, mean):
             return "mean"
-    if wrong[0] >= n - n % ranks and wrong.size <= max(1, n % ranks):
+    if wrong[0] >= n - n % ranks and np.array_equal(x[wrong], before[wrong]):
         return "remainder"
     partial = [parts[list(rows)].sum(axis=0) for rows in subsets(ranks)]
     if all(any(x[i] == some[i] for some in partial) for i in wrong):
