@@ -27,7 +27,12 @@ from hpcllm.course.score import grade
 from hpcllm.system.text import percent, table
 
 HERE = Path(__file__).parent
-BASES = {"latency": "plain", "allreduce": "ring", "pipeline": "loops", "tensor_parallel": "plain"}  # of the wrong variants
+BASES = {  # of the wrong variants
+    "latency": "plain",
+    "allreduce": "ring",
+    "pipeline": "loops",
+    "tensor_parallel": "plain",
+}
 
 
 @dataclass(frozen=True)
