@@ -139,7 +139,7 @@ def _evaluate(arguments: argparse.Namespace, mesh: Mesh | None, judge: JudgeProc
     reports = []
     for path in paths:
         start_s = time.perf_counter()
-        results = evaluate(path, tasks, options, mesh, _Bars(prints), judge)
+        results = evaluate(path, tasks, options, mesh, Bars(prints), judge)
         reports.append(_report(path, results, mesh, time.perf_counter() - start_s))
     if prints:
         if arguments.plot:
@@ -222,7 +222,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}" if abs(value) < 10_000 else f"{value:.4g}"
 
 
-class _Bars:
+class Bars:
     """Progress of tasks on standard error, of rank 0, if that is a terminal."""
 
     def __init__(self, prints: bool) -> None:

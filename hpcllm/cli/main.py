@@ -27,6 +27,7 @@ COMMANDS = {
     "memory": "what each rank of a run will hold, before the job is queued",
     "layout": "which rank goes where, what crosses nodes, and a better order",
     "generate": "continue a prompt with a trained model",
+    "quantise": "write a model with weights of 8 or 4 bits",
     "evaluate": "measure a model: held-out loss, multiple choice, fixed answers, made problems",
     "problems": "write made problems with their answers to train on",
     "judge": "run completions of code against their tests, in a sandbox",

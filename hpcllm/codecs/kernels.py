@@ -93,6 +93,15 @@ def summing_kernel(function: F) -> F:
     return compiled
 
 
+def inner_kernel(function: F) -> F:
+    """Compile as `summing_kernel` does, for kernels alone: without the way in from Python, in half the time."""
+    cache, flags = _can_write(numba.config.CACHE_DIR), {"reassoc", "contract", "nsz"}
+    compiled: F = numba.njit(
+        nogil=True, cache=cache, error_model="numpy", fastmath=flags, no_cpython_wrapper=True, no_cfunc_wrapper=True
+    )(function)
+    return compiled
+
+
 def _can_write(folder: str) -> bool:
     """True if numba can write there; else it would choose a folder itself: the installation, or the home folder."""
     try:

@@ -7,7 +7,7 @@ rank 0   figures                               measuring.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,3 +47,20 @@ def evaluate(
     scorer = Scorer([load_model(path, is_folder, torch_dtype(options.precision), place, mesh)], mesh)
     found = [measure(scorer, each, options.batch_tokens, progress) for each in prepared]
     return [result for result in found if result is not None]
+
+
+def measure_alike(path: Path, task: TaskName, options: Options, progress: Progress) -> Callable[[Path], Result]:
+    """Return a function that measures models by a task as it is cut for the one at the path. In one process.
+
+    They have its shape and tokenizer. Raises UserError, CheckpointError; the function NonFiniteError as well.
+    """
+    place = choose_device(options.device)
+    prepared = prepare(task, about_model(*which(path)), options, None)
+
+    def measure_one(other: Path) -> Result:
+        scorer = Scorer([load_model(*which(other), torch_dtype(options.precision), place, None)], None)
+        result = measure(scorer, prepared, options.batch_tokens, progress)
+        assert result is not None, "there is one process"
+        return result
+
+    return measure_one

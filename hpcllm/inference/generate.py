@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hpcllm.checkpoint.huggingface import few_bits
 from hpcllm.checkpoint.huggingface.folder import Folder, which
 from hpcllm.checkpoint.huggingface.merge import MergedWeights, has_adapters, open_merged
 from hpcllm.checkpoint.layout import MODEL
@@ -34,6 +35,7 @@ from hpcllm.inference.batch import Request
 from hpcllm.inference.complete import BatchSettings, generate_batch, make_batch
 from hpcllm.inference.endings import StopStrings, pieces
 from hpcllm.model.initialisation import CPU, allocate
+from hpcllm.model.quantised import Quantisation
 from hpcllm.model.sampling import Sampling, check_prompt, seed_of
 from hpcllm.model.shapes import Shape, StageSpan, parameter_shapes, shard_of, split_layers
 from hpcllm.model.tensor_parallel import ALONE, TensorParallel, tensor_parallel
@@ -223,17 +225,32 @@ def _load_source(
     source: Folder | MergedWeights, model: ModelConfig, dtype: torch.dtype, device: torch.device, mesh: Mesh | None
 ) -> Decoder:
     """Load this rank's part of a folder's model, or of a base with its adapters."""
-    decoder, boxes = _allocate(model, dtype, device, mesh)
+    quantisation = source.quantisation if isinstance(source, Folder) else None
+    if quantisation and quantisation.group and mesh:
+        few_bits.check_cuts(model, quantisation, mesh.tp.size)
+    decoder, boxes = _allocate(model, dtype, device, mesh, quantisation)
     for name, (start, weight) in boxes.items():
         slab = Slab(f"{MODEL}/{name}", start, tuple(weight.shape))
         weight.data.copy_(as_tensor(source.read(slab), source.specs[slab.dataset].dtype))
+    if isinstance(source, Folder):
+        shapes, tp = parameter_shapes(model), decoder.tp
+        for name, held in decoder.quantised.items():
+            start, shape = shard_of(name, shapes[name], tp.rank, tp.size)
+            held.fill(*source.read_codes(Slab(f"{MODEL}/{name}", start, shape)))
     return decoder
 
 
-def _allocate(model: ModelConfig, dtype: torch.dtype, device: torch.device, mesh: Mesh | None) -> tuple[Decoder, Boxes]:
+def _allocate(
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    mesh: Mesh | None,
+    quantisation: Quantisation | None = None,
+) -> tuple[Decoder, Boxes]:
     """Make this rank's decoder without values, and find where its parameters begin in the global tensors."""
     span, tp = _part(model, mesh) if mesh else (split_layers(model, 1)[0], ALONE)
-    decoder, shapes = allocate(model, span, tp, dtype, device), parameter_shapes(model)
+    decoder = allocate(model, span, tp, dtype, device, quantisation=quantisation)
+    shapes = parameter_shapes(model)
     boxes = {n: (shard_of(n, shapes[n], tp.rank, tp.size)[0], p) for n, p in decoder.named_parameters()}
     return decoder, boxes
 

@@ -23,7 +23,7 @@ from numba import types
 from numba.extending import overload
 from numpy.typing import NDArray
 
-from hpcllm.codecs.kernels import kernel, summing_kernel, widened
+from hpcllm.codecs.kernels import inner_kernel, widened
 from hpcllm.codecs.quantise import high_code, low_code
 
 Array = NDArray[Any]
@@ -51,7 +51,7 @@ def _of_a_kind(x: Any, weight: Any, scales: Any, bias: Any, first: Any, end: Any
     return call
 
 
-@summing_kernel
+@inner_kernel
 def _add_plain(x: Array, weight: Array, scales: Array, bias: Array, first: int, end: int, adds: bool, y: Array) -> None:
     sums = np.empty((len(x), TILE), np.float32)
     for o in range(first, end, TILE):
@@ -62,7 +62,7 @@ def _add_plain(x: Array, weight: Array, scales: Array, bias: Array, first: int, 
             _put(sums[:, j], factor, widened(bias[o + j]) if len(bias) else ZERO, adds, y[:, o + j])
 
 
-@summing_kernel
+@inner_kernel
 def _add_packed(
     x: Array, weight: Array, scales: Array, bias: Array, first: int, end: int, adds: bool, y: Array
 ) -> None:
@@ -83,13 +83,13 @@ def _add_packed(
             _put(sums[:, j], ONE, widened(bias[o + j]) if len(bias) else ZERO, adds, y[:, o + j])
 
 
-@kernel
+@inner_kernel
 def _put(sums: Array, factor: np.float32, bias: np.float32, adds: bool, y: Array) -> None:
     for n in range(len(y)):
         y[n] = sums[n] * factor + bias + (y[n] if adds else ZERO)
 
 
-@summing_kernel
+@inner_kernel
 def _multiply(x: Array, weight: Array, sums: Array) -> None:
     """Multiply x (N, I) by rows of a weight (up to 4, I): sums (N, 4)."""
     tiled = len(x) - len(x) % TILE if len(weight) == TILE else 0
@@ -100,7 +100,7 @@ def _multiply(x: Array, weight: Array, sums: Array) -> None:
             sums[n, j] = _sum(x[n], weight[j])
 
 
-@summing_kernel
+@inner_kernel
 def _sum(x: Array, w: Array) -> np.float32:
     total = ZERO
     for i in range(len(x)):
@@ -108,7 +108,7 @@ def _sum(x: Array, w: Array) -> np.float32:
     return total
 
 
-@summing_kernel
+@inner_kernel
 def _tile(x: Array, w: Array, y: Array) -> None:
     """Write the 16 sums of four rows with four; in variables of their own, which registers hold."""
     x0, x1, x2, x3, w0, w1, w2, w3 = x[0], x[1], x[2], x[3], w[0], w[1], w[2], w[3]
@@ -129,7 +129,7 @@ def _tile(x: Array, w: Array, y: Array) -> None:
     y[3, 0], y[3, 1], y[3, 2], y[3, 3] = y30, y31, y32, y33
 
 
-@kernel
+@inner_kernel
 def _in_order(x: Array, groups: int, half: int) -> Array:
     """Put the inputs of each byte's low half before those of the high ones, group by group; zeros fill the last one."""
     ordered = np.zeros((len(x), groups * 2 * half), np.float32)
@@ -140,7 +140,7 @@ def _in_order(x: Array, groups: int, half: int) -> Array:
     return ordered
 
 
-@summing_kernel
+@inner_kernel
 def _sum_of_groups(x: Array, codes: Array, scales: Array, half: int) -> np.float32:
     total = ZERO
     for group in range(len(scales)):
@@ -153,7 +153,7 @@ def _sum_of_groups(x: Array, codes: Array, scales: Array, half: int) -> np.float
     return total
 
 
-@kernel
+@inner_kernel
 def _unpack(codes: Array, scales: Array, half: int, values: Array) -> None:
     for group in range(len(scales)):
         code, scale = codes[group * half : (group + 1) * half], scales[group]

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 from hpcllm.config.schema import AdapterConfig, ModelConfig
+from hpcllm.model.linear import Linear
+from hpcllm.model.quantised import Quantisation
 from hpcllm.model.shapes import ADAPTER_A, ADAPTER_B, StageSpan, adapter_shapes, parameter_shapes, shard_of
 from hpcllm.model.tensor_parallel import ALONE, TensorParallel
 from hpcllm.model.transformer import NO_ADAPTERS, Decoder
@@ -76,13 +78,18 @@ def allocate(
     device: torch.device = CPU,
     bare: bool = False,
     adapter: AdapterConfig = NO_ADAPTERS,
+    quantisation: Quantisation | None = None,
 ) -> Decoder:
     """Make the span's decoder with memory but no values yet: for a checkpoint's reader, which sets every one of them.
 
-    bare: parameters that are trained get no memory, for an optimizer that lays them out itself.
+    bare: parameters that are trained get no memory, for an optimizer that lays them out itself. quantisation: of the
+    linear layers of blocks, None: they are whole.
     """
     with torch.device("meta"):  # else PyTorch would fill each weight with numbers that nobody uses
         decoder = Decoder(model, span, tp, adapter)
+        for layer in decoder.blocks.modules():
+            if quantisation and isinstance(layer, Linear):
+                layer.quantise(quantisation.bits, quantisation.group)
     memory = {}
     for name, p in decoder.named_parameters():
         held_as = p.dtype if p.dtype == torch.bfloat16 else dtype

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from hpcllm.config.schema import GROUP
 from hpcllm.model.gradient_sums import GradientSums, add_layer
 from hpcllm.model.quantised import QuantisedWeight
 from hpcllm.model.recompute import Recompute
@@ -156,9 +157,9 @@ class Linear(nn.Linear):
         self.register_parameter("adapter_b", None)
         self.adapter_scale, self.quantised = 0.0, None
 
-    def quantise(self, bits: int) -> None:
-        """Hold the weight in 8 or 4 bits from now on, without values."""
-        self.quantised = QuantisedWeight(self.out_features, self.in_features, bits, self.weight.device)
+    def quantise(self, bits: int, group: int = GROUP) -> None:
+        """Hold the weight in 8 or 4 bits from now on, without values. group: inputs with one scale; 0: all of a row."""
+        self.quantised = QuantisedWeight(self.out_features, self.in_features, bits, self.weight.device, group)
         self.register_parameter("weight", None)
 
     def add_adapter(self, rank: int, alpha: float) -> None:

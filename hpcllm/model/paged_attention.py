@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcllm.codecs.kernels import float_of, kernel, narrowed, run_in_threads, summing_kernel, widened
+from hpcllm.codecs.kernels import float_of, inner_kernel, kernel, narrowed, run_in_threads, summing_kernel, widened
 
 Array = NDArray[Any]
 LOG2_E, LN_2_HIGH, LN_2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -92,7 +92,7 @@ def attend_rows(
                 result[h, c] = narrowed(total[h, c], result[h, c])
 
 
-@summing_kernel
+@inner_kernel
 def _score(query: Array, keys: Array, table: Array, head: int, start: int, last: int, scores: Array) -> None:
     size = keys.shape[2]
     for place in range(start // size, (last + size - 1) // size):
@@ -106,7 +106,7 @@ def _score(query: Array, keys: Array, table: Array, head: int, start: int, last:
                 found[t] = score
 
 
-@summing_kernel
+@inner_kernel
 def _add_values(scores: Array, values: Array, table: Array, head: int, start: int, last: int, total: Array) -> None:
     size = values.shape[2]
     for place in range(start // size, (last + size - 1) // size):
@@ -119,7 +119,7 @@ def _add_values(scores: Array, values: Array, table: Array, head: int, start: in
                     sums[c] += weight * widened(value[c])
 
 
-@summing_kernel
+@inner_kernel
 def _softmax(scores: Array) -> None:
     largest = scores[0]
     for t in range(len(scores)):

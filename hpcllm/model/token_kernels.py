@@ -24,7 +24,7 @@ from numba.core.types import ExternalFunction
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from hpcllm.codecs.kernels import kernel, narrowed, summing_kernel, widened
+from hpcllm.codecs.kernels import inner_kernel, narrowed, summing_kernel, widened
 from hpcllm.model.few_rows import TILE, add_product
 from hpcllm.model.paged_attention import attend_rows, exp_of
 
@@ -66,8 +66,8 @@ class Memory(NamedTuple):
     key: Array  # (N, G K)
     value: Array  # (N, G K)
     attended: Array  # (N, H K)
-    gate: Array  # (N, F), without a gate the only one
     up: Array  # (N, F)
+    gate: Array  # (N, F), or empty
     logits: Array  # (N, V); V = 0: without a head
 
 
@@ -106,27 +106,26 @@ def run_layers(
         if not shape.is_parallel:
             turn = _meet(counter, threads, turn)
             _normalise(hidden, line, FFN_NORM, plain, shape, other)
-        if shape.activation == GATED:
-            _multiply(thread, threads, other, line, GATE, matrix, plain, shape.group, False, memory.gate)
-        inner = memory.up if shape.activation == GATED else memory.gate
-        _multiply(thread, threads, other, line, UP, matrix, plain, shape.group, False, inner)
+        for column, out in ((UP, memory.up), (GATE, memory.gate)):
+            if line[column]:
+                _multiply(thread, threads, other, line, column, matrix, plain, shape.group, False, out)
         _activate(thread, threads, shape.activation, memory.gate, memory.up)
         turn = _meet(counter, threads, turn)
-        _multiply(thread, threads, memory.gate, line, DOWN, matrix, plain, shape.group, True, hidden)
+        _multiply(thread, threads, memory.up, line, DOWN, matrix, plain, shape.group, True, hidden)
         turn = _meet(counter, threads, turn)
     if memory.logits.shape[1]:
         _normalise(hidden, ends, FINAL_NORM, plain, shape, normed)
         _multiply(thread, threads, normed, ends, HEAD, plain, plain, 0, False, memory.logits)
 
 
-@kernel
+@inner_kernel
 def _share(count: int, thread: int, threads: int) -> tuple[int, int]:
     """Return where a thread's share of so many outputs begins and ends: at multiples of a tile, or at the last one."""
     tiles = (count + TILE - 1) // TILE
     return TILE * (tiles * thread // threads), min(TILE * (tiles * (thread + 1) // threads), count)
 
 
-@kernel
+@inner_kernel
 def _multiply(
     thread: int, threads: int, x: Array, line: Array, column: int, matrix: Array, plain: Array, group: int, adds: bool,
     y: Array,
@@ -141,7 +140,7 @@ def _multiply(
     add_product(x, weight, scales, bias, first, end, adds, y)
 
 
-@summing_kernel
+@inner_kernel
 def _normalise(x: Array, line: Array, column: int, plain: Array, shape: Shape, out: Array) -> None:
     channels = x.shape[1]
     weight = carray(_pointer(line[column], plain), (channels,))
@@ -162,7 +161,7 @@ def _normalise(x: Array, line: Array, column: int, plain: Array, shape: Shape, o
             result[i] += widened(bias[i])
 
 
-@kernel
+@inner_kernel
 def _attend(thread: int, threads: int, line: Array, plain: Array, shape: Shape, where: Where, memory: Memory) -> None:
     """Rotate, store and attend for a thread's heads of keys and values, with the query heads that share them."""
     texts, groups, shared = len(memory.key), memory.key.shape[1] // shape.channels, memory.query.shape[1]
@@ -187,7 +186,7 @@ def _attend(thread: int, threads: int, line: Array, plain: Array, shape: Shape, 
     attend_rows(first, end, query, keys, values, where.tables, where.texts, where.positions, shape.window, out)
 
 
-@kernel
+@inner_kernel
 def _rotate(x: Array, cosines: Array, sines: Array) -> None:
     half = len(cosines) // 2
     for i in range(half):
@@ -195,14 +194,15 @@ def _rotate(x: Array, cosines: Array, sines: Array) -> None:
         x[i], x[half + i] = a * cosines[i] + b * sines[i], b * cosines[half + i] + a * sines[half + i]
 
 
-@kernel
+@inner_kernel
 def _activate(thread: int, threads: int, kind: int, gate: Array, up: Array) -> None:
-    first, end = _share(gate.shape[1], thread, threads)
-    for n in range(len(gate)):
-        own, other = gate[n, first:end], up[n, first:end]
+    """Leave in `up` what the third matrix reads."""
+    first, end = _share(up.shape[1], thread, threads)
+    for n in range(len(up)):
+        own, other = up[n, first:end], gate[n, first:end]
         if kind == GATED:
             for i in range(len(own)):
-                own[i] = _silu(own[i]) * other[i]
+                own[i] *= _silu(other[i])
         elif kind == GELU:
             for i in range(len(own)):
                 own[i] = HALF * own[i] * (ONE + np.float32(math.erf(own[i] * ROOT_HALF)))
@@ -212,13 +212,13 @@ def _activate(thread: int, threads: int, kind: int, gate: Array, up: Array) -> N
                 own[i] = HALF * own[i] * (ONE + np.float32(math.tanh(ROOT_2_PI * cubed)))
 
 
-@kernel
+@inner_kernel
 def _silu(x: np.float32) -> np.float32:
     power = exp_of(-abs(x))
     return x * (ONE if x >= ZERO else power) / (ONE + power)
 
 
-@kernel
+@inner_kernel
 def _meet(counter: Array, threads: int, turn: int) -> int:
     """Wait until all threads have come here; returns the number of the next meeting."""
     if threads > 1:

@@ -45,6 +45,7 @@ from hpcllm.model.token_kernels import (
     UP,
     VALUE,
     VALUES,
+    WHOLE_ROW,
     Memory,
     Shape,
     Where,
@@ -72,13 +73,15 @@ class TokenPass:
         if decoder.span.has_head:
             _put_vectors(self._ends, FINAL_NORM, decoder.final_norm)
             self._ends[HEAD] = decoder.head_weight.data_ptr()
-        has_own = decoder.dtype in WORDS and multiplies(WORDS[decoder.dtype])
-        self.most_texts = MOST_TEXTS_OF_16_BIT if has_own else MOST_TEXTS
         self._plain = array_of(torch.empty(0, dtype=decoder.dtype))
-        self._matrix = self._plain
+        held = next(iter(decoder.quantised.values()), None)
+        self._matrix = self._plain if held is None else np.empty(0, np.int8 if held.bits == 8 else np.uint8)
+        has_own = held is None and decoder.dtype in WORDS and multiplies(WORDS[decoder.dtype])
+        self.most_texts = MOST_TEXTS_OF_16_BIT if has_own else MOST_TEXTS
+        group = 0 if held is None else WHOLE_ROW if held.bits == 8 else held.group
         self._shape = Shape(
             channels=model.head_dim, blocks=len(next(iter(cache.arrays.values()))[0]), block_tokens=BLOCK_TOKENS,
-            window=model.window, group=0, activation=ACTIVATIONS[model.activation],
+            window=model.window, group=group, activation=ACTIVATIONS[model.activation],
             has_layernorm=model.norm == "layernorm", is_parallel=model.parallel_residual, epsilon=model.norm_epsilon,
         )  # fmt: skip
 
@@ -116,7 +119,8 @@ class TokenPass:
                 x = x + decoder.positions.weight[torch.from_numpy(positions)]
         hidden = x.float() if x.dtype != torch.float32 else x.clone()
         queries, keys = model.heads * model.head_dim, model.key_value_heads * model.head_dim
-        sizes = queries, keys, keys, queries, model.ffn, model.ffn, model.vocabulary * decoder.span.has_head
+        gate = model.ffn * (model.activation == "swiglu")
+        sizes = queries, keys, keys, queries, model.ffn, gate, model.vocabulary * decoder.span.has_head
         return Memory(hidden.detach().numpy(), *(np.empty((n, size), np.float32) for size in sizes))
 
     def _angles(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -131,6 +135,8 @@ def suits(decoder: Decoder) -> bool:
     if not (decoder.device.type == "cpu" and decoder.tp.size == 1 and type(decoder.unshard_hooks) is UnshardHooks):
         return False
     layers = [layer for layer in decoder.blocks.modules() if isinstance(layer, Linear)]
+    if held := [layer.quantised for layer in layers if layer.quantised and layer.adapter_a is None]:
+        return len(held) == len(layers) and all(each.bits == 4 or each.group == each.shape[1] for each in held)
     return all(layer.weights.is_plain(decoder.dtype) and layer.weight.is_contiguous() for layer in layers)
 
 
@@ -144,7 +150,9 @@ def _line(block: Block, keys: NDArray[Any], values: NDArray[Any]) -> NDArray[np.
     for column, layer in (matrices | {GATE: ffn.gate, UP: ffn.up, DOWN: ffn.down}).items():
         if layer is not None:
             bias = 0 if layer.bias is None else layer.bias.data_ptr()
-            line[column : column + 3] = layer.weight.data_ptr(), 0, bias
+            parts = layer.quantised.parts if layer.quantised else (layer.weight, None)
+            scales = 0 if parts[1] is None else parts[1].data_ptr()
+            line[column : column + 3] = parts[0].data_ptr(), scales, bias
     line[KEYS], line[VALUES] = keys.ctypes.data, values.ctypes.data
     return line
 

@@ -70,6 +70,7 @@ WIDE_OUTPUT = [
     "generate runs/mine --prompt sum --tokens 2",
     "evaluate runs/mine --task store.h5 --task sort:3 --problems 5",
     "evaluate runs/mine --task store.h5 --task sort:3 --problems 5 --all-checkpoints",
+    "quantise runs/mine fewer --bits 8 --store store.h5",
     "judge --help",
     "problems addition --count 3",
     "report runs/mine",

@@ -16,6 +16,7 @@ from hpcllm.model.shapes import UnshardHooks, split_layers
 from hpcllm.model.token_pass import TokenPass, suits
 from tests.model.variants import VARIANTS, random_tokens, stirred, whole
 
+pytestmark = pytest.mark.timeout(600)  # the first test of a kind waits for its kernels to be compiled
 FINENESS = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 4e-3}
 
 

@@ -7,6 +7,8 @@
     rank 0   read_contents --+
     all                      +--> where each tensor lies --> boxes of theirs that are my slab --> pread
 
+Weights of few bits (few_bits.py) are read as float32 values like all others, or, by read_codes, as they are.
+
 Such a folder comes from strangers. No file in it can run code (pickled weights are rejected), no number of it is used
 unchecked, and no name in it leads out of the folder, save links that its owner made, as a download cache does.
 """
@@ -16,15 +18,17 @@ from __future__ import annotations
 import contextlib
 import json
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
+import torch
 
 from hpcllm.checkpoint.folder import locate
-from hpcllm.checkpoint.huggingface.architectures import read_model
+from hpcllm.checkpoint.huggingface import few_bits
+from hpcllm.checkpoint.huggingface.architectures import Architecture, read_model
 from hpcllm.checkpoint.huggingface.safetensors import DTYPES, Entry, read_header
 from hpcllm.checkpoint.huggingface.settings import Settings
 from hpcllm.checkpoint.huggingface.tensor_map import MappedTensor
@@ -32,6 +36,7 @@ from hpcllm.checkpoint.layout import MODEL, STORED_AS, DatasetSpec, as_bytes
 from hpcllm.checkpoint.slabs import Slab, runs
 from hpcllm.config.schema import ModelConfig
 from hpcllm.errors import DataError, HuggingFaceError
+from hpcllm.model.quantised import Quantisation, QuantisedWeight
 from hpcllm.model.shapes import parameter_shapes
 from hpcllm.mpi.collective_errors import on_root
 from hpcllm.system.raw_files import disk_errors, read_at
@@ -60,6 +65,7 @@ class Contents:
     entries: dict[str, tuple[str, Entry]]  # their name -> file, and place in it
     texts: dict[str, str]  # file -> its text
     notes: tuple[str, ...]  # for people
+    quantisation: Quantisation | None = None  # of the linear layers of blocks
 
 
 def read_contents(path: Path) -> Contents:
@@ -71,7 +77,12 @@ def read_contents(path: Path) -> Contents:
         raise HuggingFaceError(f"{path} has no {CONFIG}; a Hugging Face folder has one, beside its .safetensors")
     if TOKENIZER_FILE in texts:
         parse(texts[TOKENIZER_FILE], path / TOKENIZER_FILE)
-    settings = Settings(parse(texts[CONFIG], path / CONFIG), str(path / CONFIG))
+    table = parse(texts[CONFIG], path / CONFIG)
+    quantisation = few_bits.read(table, str(path / CONFIG))
+    if quantisation:  # whoever gets the texts gets whole weights too
+        del table[few_bits.KEY]
+        texts[CONFIG] = json.dumps(table, indent=2)
+    settings = Settings(table, str(path / CONFIG))
     architecture, model = read_model(settings)
     entries = _entries(path)
     names = architecture.names
@@ -82,13 +93,14 @@ def read_contents(path: Path) -> Contents:
     if model.tied and head in entries:
         _check_tied(path, entries, tensors["embedding.weight"].name, head)
     ignored = {name for name in entries if names.is_ignored(name) or (model.tied and name == head)}
-    _check_names(path, model, tensors, {name: entry for name, (_, entry) in entries.items() if name not in ignored})
+    wanted = _wanted(architecture, model, tensors, quantisation)
+    _check_names(path, wanted, {name: entry for name, (_, entry) in entries.items() if name not in ignored})
     notes = [f"{CONFIG} says {key}, which is not known here and was passed over" for key in settings.unknown_keys()]
     if TOKENIZER_FILE not in texts:
         other = f" (tokenizer.model is another format; save {TOKENIZER_FILE})"
         has_other = (path / "tokenizer.model").exists()
         notes.append(f"there is no {TOKENIZER_FILE}: a model without words{other if has_other else ''}")
-    return Contents(architecture.kind, model, tensors, entries, texts, tuple(notes))
+    return Contents(architecture.kind, model, tensors, entries, texts, tuple(notes), quantisation)
 
 
 def parse(text: str, path: Path) -> dict[str, Any]:
@@ -169,15 +181,34 @@ def header_of(path: Path) -> dict[str, Entry]:
         raise HuggingFaceError(f"{path} {error}") from error
 
 
-def _check_names(path: Path, model: ModelConfig, tensors: Mapping[str, MappedTensor], has: Mapping[str, Entry]) -> None:
-    """Raises HuggingFaceError unless the folder has the model's tensors, no others, in their shapes and our types."""
-    shapes = parameter_shapes(model)
-    wanted = {tensor.name: tensor.shape(shapes[name]) for name, tensor in tensors.items()}
+def _wanted(
+    architecture: Architecture, model: ModelConfig, tensors: Mapping[str, MappedTensor], how: Quantisation | None
+) -> dict[str, tuple[tuple[int, ...], Collection[str]]]:
+    """Their name -> shape and types. Raises HuggingFaceError for few bits where one tensor holds several of ours."""
+    if how:
+        few_bits.check(architecture.names, model, how)
+    wanted: dict[str, tuple[tuple[int, ...], Collection[str]]] = {}
+    for name, shape in parameter_shapes(model).items():
+        tensor = tensors[name]
+        if how and few_bits.is_held(name, shape):
+            parts = few_bits.tensors_of(tensor.name, shape, how)
+            wanted |= {part: (size, (dtype,)) for part, (size, dtype) in parts.items()}
+        else:
+            wanted[tensor.name] = tensor.shape(shape), tuple(DTYPES)
+    return wanted
+
+
+def _check_names(
+    path: Path, wanted: Mapping[str, tuple[tuple[int, ...], Collection[str]]], has: Mapping[str, Entry]
+) -> None:
+    """Raises HuggingFaceError unless the folder has the wanted tensors and no others, in their shapes and types."""
     both = [name for name in wanted if name in has]
     faults = [f"{name} is missing" for name in wanted if name not in has]
     faults += [f"{printable(name)} is not of this model" for name in has if name not in wanted]
-    faults += [f"{n} has shape {has[n].shape}, not {wanted[n]}" for n in both if has[n].shape != wanted[n]]
-    faults += [f"{n} is {has[n].dtype}; valid: {', '.join(DTYPES)}" for n in both if has[n].dtype not in DTYPES]
+    faults += [f"{n} has shape {has[n].shape}, not {wanted[n][0]}" for n in both if has[n].shape != wanted[n][0]]
+    faults += [
+        f"{n} is {has[n].dtype}; valid: {', '.join(wanted[n][1])}" for n in both if has[n].dtype not in wanted[n][1]
+    ]
     if faults:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise HuggingFaceError(f"{path} does not fit its {CONFIG}: {'; '.join(faults[:3])}{more}")
@@ -241,11 +272,13 @@ class Folder:
         self.path, self.comm = path, comm
         self.kind, self.model, self.texts, self.notes = contents.kind, contents.model, contents.texts, contents.notes
         self._tensor_map, self._entries = contents.tensor_map, contents.entries
-        self._shapes = parameter_shapes(contents.model)
+        self._shapes, self.quantisation = parameter_shapes(contents.model), contents.quantisation
         self._closing = contextlib.ExitStack()
         self._files: dict[str, BinaryIO] = {}
         self.specs: dict[str, DatasetSpec] = {  # as in a checkpoint: model/<parameter>
-            f"{MODEL}/{name}": DatasetSpec(shape, DTYPES[self._entry(name).dtype])
+            f"{MODEL}/{name}": DatasetSpec(
+                shape, "float32" if self._is_held(name) else DTYPES[self._entry(self._tensor_map[name].name).dtype]
+            )
             for name, shape in self._shapes.items()
         }
 
@@ -271,10 +304,12 @@ class Folder:
     def read(self, slab: Slab) -> np.ndarray:
         """Read a slab of model/<parameter>, in its shape and the stored type (bfloat16 as uint16). Not collective.
 
-        Raises HuggingFaceError if a file cannot be read.
+        Of few bits: float32. Raises HuggingFaceError if a file cannot be read.
         """
         name = slab.dataset.removeprefix(f"{MODEL}/")
-        tensor, entry = self._tensor_map[name], self._entry(name)
+        if self._is_held(name):
+            return self._made_whole(slab)
+        tensor, entry = self._tensor_map[name], self._entry(self._tensor_map[name].name)
         values = np.empty(slab.shape, dtype=STORED_AS[DTYPES[entry.dtype]])
         for theirs, rows in tensor.boxes(slab, self._shapes[name]):
             if tensor.transposed:
@@ -285,14 +320,45 @@ class Folder:
                 self._fill(as_bytes(values[rows]), theirs)
         return values
 
-    def _entry(self, name: str) -> Entry:
-        return self._entries[self._tensor_map[name].name][1]
+    def read_codes(self, slab: Slab) -> tuple[np.ndarray, np.ndarray]:
+        """Read a slab that is held in few bits: codes (rows, bytes) uint8, scales (rows, groups) float32.
+
+        Its columns begin and end with a group, or lie inside of the only one. Not collective. Raises HuggingFaceError.
+        """
+        assert self.quantisation is not None, "the weights are whole"
+        bits, group = self.quantisation
+        name = self._tensor_map[slab.dataset.removeprefix(f"{MODEL}/")].name
+        codes_in, scales_in = list(few_bits.tensors_of(name, (1, 1), self.quantisation))[:2]
+        (row, first), (rows, columns) = slab.start, slab.shape
+        word = 8 if bits == 4 else 1  # inputs in an element
+        codes = np.empty((rows, columns * bits // 8), np.uint8)
+        self._fill(as_bytes(codes), Slab(codes_in, (row, first // word), (rows, columns // word)))
+        scales = np.empty((rows, columns // group if group else 1), np.float32)
+        self._fill(as_bytes(scales), Slab(scales_in, (row, first // group if group else 0), scales.shape))
+        return codes, scales
+
+    def _made_whole(self, slab: Slab) -> np.ndarray:
+        assert self.quantisation is not None, "the weights are whole"
+        (row, first), (rows, columns) = slab.start, slab.shape
+        step = self.quantisation.group or 1
+        begin, end = first // step * step, -(-(first + columns) // step) * step
+        weight = QuantisedWeight(
+            rows, end - begin, self.quantisation.bits, torch.device("cpu"), self.quantisation.group
+        )
+        weight.fill(*self.read_codes(Slab(slab.dataset, (row, begin), (rows, end - begin))))
+        return weight.whole(torch.float32)[:, first - begin : first - begin + columns].contiguous().numpy()
+
+    def _is_held(self, name: str) -> bool:
+        return self.quantisation is not None and few_bits.is_held(name, self._shapes[name])
+
+    def _entry(self, theirs: str) -> Entry:
+        return self._entries[theirs][1]
 
     def _fill(self, out: memoryview, slab: Slab) -> None:
         file, entry = self._entries[slab.dataset]
         if file not in self._files:
             self._files[file] = self._closing.enter_context(open_file(self.path / file))
         done = 0
-        for offset, length in runs(slab, entry.shape, STORED_AS[DTYPES[entry.dtype]].itemsize):
+        for offset, length in runs(slab, entry.shape, entry.item_bytes):
             read_into(self._files[file], out[done : done + length], entry.offset + offset)
             done += length

@@ -27,7 +27,7 @@ from hpcllm.system.text import printable
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _ITEM_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
-_HEADER_NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
+_HEADER_NAMES = {ours: theirs for theirs, ours in DTYPES.items()} | {"int8": "I8", "int32": "I32", "int64": "I64"}
 _LENGTH = struct.Struct("<Q")
 _LARGEST_HEADER_BYTES = 100_000_000  # as the format's own library has it
 _MOST_DIMS = 8
@@ -45,7 +45,11 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * self.item_bytes
+
+    @property
+    def item_bytes(self) -> int:
+        return _ITEM_BYTES[self.dtype]
 
 
 def read_header(file: BinaryIO, file_bytes: int) -> dict[str, Entry]:
