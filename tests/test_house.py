@@ -176,3 +176,10 @@ def test_names_of_modules_that_docstrings_mention_exist(path):
         if not any(f"{home}.{name}" in MODULES or name in names_in(MODULES[home]) for home in homes):
             missing.append(f"{module}.{name}")
     assert missing == []
+
+
+def test_files_of_tests_have_names_of_their_own():
+    """Where folders of tests are no packages, pytest takes a module by its file's name alone."""
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    modules = [path.name for path in paths if not (path.parent / "__init__.py").exists()]
+    assert sorted(name for name in set(modules) if modules.count(name) > 1) == []

@@ -38,13 +38,13 @@ class TaskFigures:
                 log.print(f"step {step:>6}/{log.bar.total}  {_words(result)}")
 
 
-def open_tasks(run: RunContext) -> TaskFigures | None:
-    """Read and check the tasks of a run; None if it has none. Collective over the mesh. Raises UserError."""
+def open_tasks(run: RunContext) -> TaskFigures:
+    """Read and check the tasks of a run. Collective over the mesh. Raises UserError."""
     prepared = prepare_of_run(run.config, run.store, run.mesh.world)
     decoders = [chunk.decoder for chunk in run.engine.chunks]
     shares_weights = run.config.optimizer.shard == "all"
     scorer = Scorer(decoders, run.mesh, run.engine.link.placement, run.control, shares_weights)
-    return TaskFigures(scorer, prepared) if prepared else None
+    return TaskFigures(scorer, prepared)
 
 
 def _record(result: Result) -> Record:

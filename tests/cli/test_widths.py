@@ -88,6 +88,8 @@ WIDE_OUTPUT = [
     "perf step run.toml --steps 1 --warmup 0",
     CALIBRATE,
     "completion bash --help",
+    "course list",
+    "course start latency lab",
 ]
 OF_SEVERAL_RANKS = [
     *(
