@@ -37,6 +37,7 @@ LABS = {
     for entry in (
         Entry(2, "allreduce", "a sum over all ranks"),
         Entry(5, "tensor_parallel", "a layer split over ranks"),
+        Entry(6, "zero", "who owns which optimizer state"),
     )
 }  # fmt: skip
 

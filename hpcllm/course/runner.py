@@ -46,7 +46,7 @@ MOST_OUTPUT_BYTES = 1 << 16
 MOST_RECORD_BYTES = 1 << 24  # of a rank; more is not read
 PR_SET_CHILD_SUBREAPER = 36
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in ', re.MULTILINE)
-CALLS = r"[Ww]ait\w*|[SsRr]end\w*|[Rr]ecv\w*|[Pp]robe|Test\w*|[Bb]arrier|[A-Z]?(all|gather|reduce|bcast)\w*"
+CALLS = r"[Ww]ait\w*|[SsRr]end\w*|[Rr]ecv\w*|[Pp]robe|Test\w*|[Bb]arrier|I?([Aa]ll|[Gg]ather|[Rr]educe|[Bb]cast)\w*"
 WAITS = re.compile(rf"\b({CALLS})\(")
 Record = dict[str, Any]
 
