@@ -32,6 +32,7 @@ BASES = {  # of the wrong variants
     "allreduce": "ring",
     "pipeline": "loops",
     "tensor_parallel": "plain",
+    "zero": "plain",
 }
 
 

@@ -39,6 +39,7 @@ LABS = {
         Entry(2, "allreduce", "a sum over all ranks"),
         Entry(4, "pipeline", "pipeline schedules as data"),
         Entry(5, "tensor_parallel", "a layer split over ranks"),
+        Entry(6, "zero", "who owns which optimizer state"),
     )
 }  # fmt: skip
 

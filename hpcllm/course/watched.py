@@ -30,13 +30,14 @@ class WatchedComm(MPI.Intracomm):
     messages: int
     sent_bytes: int
     requests: list[MPI.Request]
+    calls: list[tuple[str, int]]  # collectives, and the bytes of the longer of their arrays
 
     def waited_for(self) -> bool:
         """Return True if each request that was made has been completed by a wait or a test."""
         return all(request == MPI.REQUEST_NULL for request in self.requests)
 
     def restart_counts(self) -> None:
-        self.messages, self.sent_bytes, self.requests = 0, 0, []
+        self.messages, self.sent_bytes, self.requests, self.calls = 0, 0, [], []
 
     def count(self, buffer: Any) -> None:
         self.messages += 1
@@ -107,7 +108,9 @@ def _joint(name: str) -> Callable[..., Any]:
     plain = getattr(MPI.Intracomm, name)
 
     def method(self: WatchedComm, sendbuf: Any, recvbuf: Any, *arguments: Any, **keywords: Any) -> Any:
-        self.count(recvbuf if sendbuf is MPI.IN_PLACE else sendbuf)
+        buffers = [buffer for buffer in (sendbuf, recvbuf) if buffer is not MPI.IN_PLACE]
+        self.count(buffers[0])
+        self.calls.append((name, max(map(_bytes_of, buffers))))
         self.be_late()
         result = plain(self, sendbuf, recvbuf, *arguments, **keywords)
         if result is not None:

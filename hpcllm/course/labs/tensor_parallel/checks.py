@@ -23,6 +23,7 @@ from hpcllm.course.labs.tensor_parallel import ours
 from hpcllm.course.labs.tensor_parallel.decoder import check_decoder, count_decoder_sums
 from hpcllm.course.labs.tensor_parallel.layers import call, check_backward, check_forward, draw, own, shapes
 from hpcllm.course.labs.tensor_parallel.ours import REFERENCE
+from hpcllm.course.ranges import HINTS, check_ranges, lengths
 from hpcllm.perf.timing import Case, in_turns
 
 Values = NDArray[np.float32]
@@ -43,28 +44,8 @@ def block(student: Any, x: Values, up: Layer, down: Layer, comm: MPI.Intracomm) 
     return [y, of_x, *of_up, *of_down]
 
 
-def sizes(drawn: random.Random, ranks: int) -> Iterator[Mapping[str, Any]]:
-    """Yield lengths to cut: some that divide and some that do not."""
-    yield from ({"n": n} for n in dict.fromkeys((ranks, ranks + 1, 2 * ranks - 1, 0, 1, drawn.randrange(20, 300))))
-
-
 def seeds(drawn: random.Random, _: int) -> Iterator[Mapping[str, Any]]:
     yield {"seed": drawn.randrange(1000)}
-
-
-def check_ranges(trial: Trial) -> None:
-    """Compare the ranges of all ranks."""
-    n, ranks = trial.case["n"], trial.comm.size
-    start, end = map(int, trial.student.own_range(n, trial.comm))
-    found = trial.control.allgather((start, end))
-    lengths = [b - a for a, b in found]
-    said = f"n = {n}, {ranks} ranks: own_range gives {', '.join(f'{a}:{b}' for a, b in found)}"
-    if max(b for _, b in found) < n:
-        raise LawError("remainder", said)
-    if [a for a, _ in found] != [0, *(b for _, b in found[:-1])] or found[-1][1] != n or min(lengths) < 0:
-        raise LawError("ranges", said)
-    if max(lengths) - min(lengths) > 1:
-        raise LawError("uneven", said)
 
 
 def check_traffic(trial: Trial) -> None:
@@ -132,7 +113,7 @@ LAB = Lab(
     title="a layer split over ranks",
     functions=("own_range", "columns", "columns_backward", "rows", "rows_backward"),
     laws=(
-        Law("ranges", "own_range cuts n into parts in the order of ranks", 5, sizes, check_ranges),
+        Law("ranges", "own_range cuts n into parts in the order of ranks", 5, lengths, check_ranges),
         Law("forward", "columns and rows are what the whole layers are", 20, shapes, check_forward),
         Law("backward", "so are all their gradients", 30, shapes, check_backward),
         Law("traffic", "one sum forward in rows, one backward in columns", 10, shapes, check_traffic),
@@ -148,10 +129,7 @@ LAB = Lab(
         Prediction("sums", "sums in a step of a decoder of 3 layers", 5, count_decoder_sums),
         Prediction("bytes", "bytes that go into the sums of a block", 5, count_bytes),
     ),
-    hints={
-        "remainder": "The last values belong to nobody where n does not divide by the ranks.",
-        "ranges": "The ranges of the ranks have to follow one another from 0 to n, in the order of the ranks.",
-        "uneven": "One rank has more than one value more than another: it will be the one that all wait for.",
+    hints=HINTS | {
         "shape": "An array has another shape than the docstring says. Write the shapes of both factors of the product "
         "beneath it: which index is summed over, and which of w's two sides is split?",
         "dtype": "The result is no float32: an array of float64 was made on the way, which takes twice the memory.",
