@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -180,6 +181,7 @@ def map_ahead(work: Callable[[T], R], items: Iterable[T], ranks: int = 1) -> Ite
     ranks: of the job, for a share of this process's cores. An error of `work` is raised where its result would be.
     """
     threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
+    caller = threading.get_ident()
     pool = ThreadPoolExecutor(threads)
     waiting: deque[Future[R]] = deque()
     try:
@@ -190,7 +192,8 @@ def map_ahead(work: Callable[[T], R], items: Iterable[T], ranks: int = 1) -> Ite
         while waiting:
             yield waiting.popleft().result()
     finally:
-        pool.shutdown(cancel_futures=True)
+        # what is left behind half way may be collected by a thread of this very pool, which cannot wait for itself
+        pool.shutdown(wait=threading.get_ident() == caller, cancel_futures=True)
 
 
 def _name(stored: Stored, index: int) -> str:

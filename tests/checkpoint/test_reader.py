@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from small_checkpoints import own_attributes, verify, write_slabs
 
 from hpcllm.checkpoint.layout import CHECKSUMS, DatasetSpec
-from hpcllm.checkpoint.reader import Checkpoint
+from hpcllm.checkpoint.reader import Checkpoint, map_ahead
 from hpcllm.checkpoint.slabs import Slab, whole
 from hpcllm.errors import CheckpointError
 
@@ -201,3 +202,23 @@ def test_a_writer_killed_at_work_leaves_the_old_file(tmp_path, write_alone):
     assert list(tmp_path.glob("*.tmp-*"))
     assert path.read_bytes() == before
     verify_file(path)
+
+
+def test_work_ahead_that_is_left_half_way_may_be_closed_by_one_of_its_own_threads():
+    left, closed, errors = threading.Event(), threading.Event(), []
+
+    def work(item: int) -> int:
+        if item:
+            assert left.wait(10)
+            try:
+                ahead.close()  # as the collector of garbage does where such a thread happens to start it
+            except Exception as error:
+                errors.append(error)
+            closed.set()
+        return item
+
+    ahead = map_ahead(work, range(100))
+    assert next(ahead) == 0
+    left.set()
+    assert closed.wait(10)
+    assert not [error for error in errors if not isinstance(error, ValueError)]  # another of them is closing it
