@@ -98,7 +98,8 @@ def check_small_sums(trial: Trial) -> None:
 
 
 def check_bits(trial: Trial) -> None:
-    """Compare any numbers with their sum in float64, and the bits of all ranks."""
+    """Compare any numbers with their sum in float64, and the bits of all ranks; whole ones first, for the hint."""
+    check_sums(trial, "allreduce_small")
     parts = addends(trial, whole=False)
     for function in ("allreduce", "allreduce_small"):
         x = parts[trial.comm.rank].copy()
