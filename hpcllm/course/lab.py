@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 POINTS = 100
 RANKS = 4  # of a check
 GENERAL = {
-    "exception": "The function ended with this exception; the line is the last one of your file.",
+    "exception": "The function ended with this exception, in the line of your file that is shown, or in what that line "
+    "calls.",
     "missing": "The file has to keep the names that it started with.",
     "unfinished": "Nothing is written there yet: replace `raise NotImplementedError`.",
     "deadlock": "Every rank waits for another one. Draw who sends to whom in which order: for each receive there has "

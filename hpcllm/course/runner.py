@@ -53,7 +53,8 @@ class Outcome:
 
     records: list[list[Record]]  # of each rank
     fault: Record | None = None  # hint, shown; stage, part, ranks, case where they are known
-    output: str = ""  # the end of what the ranks printed
+    output: str = ""  # the end of what the ranks printed, and what mpirun or srun said of their end
+    printed: str = ""  # the end of what the ranks had printed before they were ended
     seconds: float = 0.0
 
     @property
@@ -141,6 +142,7 @@ def run_check(entry: Entry, file: Path | None, seed: str, advance: Callable[[str
         words, environment = launch_command(RANKS)
         with job([*words, sys.executable, "-m", "hpcllm.course.ranks", str(folder)], folder, environment) as started:
             outcome = _watch(started, _Watch(folder), file, advance)
+            outcome.printed = started.output.decode("utf-8", "replace")
         if outcome.fault and outcome.fault["hint"] in BY_THE_WORLD and file and _uses_world(file):
             outcome.fault["hint"] = "world"
         outcome.output = started.output.decode("utf-8", "replace")
