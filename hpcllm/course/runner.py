@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import platform
 import re
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from typing import Any
 from hpcllm.course.catalogue import Entry
 from hpcllm.course.lab import RANKS
 from hpcllm.course.launch import launch_command, scratch_parent
-from hpcllm.course.processes import Job, job, leaving_at_signals, state_of, undisturbed
+from hpcllm.course.processes import Job, job, leaving_at_signals, state_of, undisturbed, where_pids_count
 from hpcllm.errors import HpcllmError
 
 START_S = 180.0  # for all ranks to start on a busy machine
@@ -99,7 +98,7 @@ class _Watch:
         if self.are_files_gone or not self.folder.exists():
             return {"hint": "files", "shown": "the folder of the check was removed"}
         for rank, rows in enumerate(self.records):
-            is_here = bool(rows) and rows[0].get("host") == platform.node() and isinstance(rows[0].get("pid"), int)
+            is_here = bool(rows) and rows[0].get("host") == where_pids_count() and isinstance(rows[0].get("pid"), int)
             state = state_of(rows[0]["pid"]) if is_here and rows[-1]["event"] != "done" else "R"
             if state in ("T", "t"):
                 return {"hint": "stopped", "shown": f"the process of rank {rank} was stopped"}
