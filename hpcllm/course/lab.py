@@ -49,6 +49,7 @@ GENERAL = {
     "stopped": "A process of the check was stopped by a signal, and waits. Does your file send signals?",
     "tampered": "The file replaces a function that others use, too: the clock, the grader, Python itself. Give yours a "
     "name of its own; the check judges what your functions do.",
+    "borrowed": "The file imports from hpcllm.course, which has what you are asked to write.",
     "files": "The files of the check are gone. Write only into a folder of your own.",
     "not_yours": "The communicator, MPI and the job belong to who called your function: it neither frees them nor ends "
     "them.",

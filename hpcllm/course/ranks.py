@@ -109,6 +109,8 @@ class Rank:
         """Load the student's file, or take our own functions for a demonstration."""
         with self.judged(self.job["load_s"], stage="load"):
             student = self.ours.REFERENCE if self.job["file"] is None else load_file(Path(self.job["file"]))
+            if self.job["file"] and (borrowed := borrowed_name(student)):
+                raise LawError("borrowed", f"{borrowed} comes from hpcllm.course")
             missing = [name for name in self.lab.functions if not callable(getattr(student, name, None))]
             if missing:
                 raise LawError("missing", f"there is no function {' or '.join(missing)} in the file")
@@ -231,6 +233,15 @@ def load_file(path: Path) -> ModuleType:
     sys.modules["student"] = module
     spec.loader.exec_module(module)
     return module
+
+
+def borrowed_name(student: ModuleType) -> str:
+    """Return a name in the student's file that is a thing of the grader, '' if there is none."""
+    for name, value in vars(student).items():
+        source = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
+        if str(source).startswith("hpcllm.course"):
+            return name
+    return ""
 
 
 def limit(memory_bytes: int) -> None:

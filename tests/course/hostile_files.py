@@ -33,8 +33,8 @@ for _ in range(2):
 while True: pass
 """  # noqa: E501 -- a program
 PATCHED_GRADER = """
-import hpcllm.course.labs.latency.checks as checks
-checks.check_counts = lambda *_: None
+import sys
+sys.modules["hpcllm.course.labs.latency.checks"].check_counts = lambda *_: None
 """
 CHILD_AS_RANK = """
 import os
@@ -111,6 +111,7 @@ HOSTILE: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "Abort of the world": (in_function("from mpi4py import MPI; MPI.COMM_WORLD.Abort(0)"), ("crash", "world")),
     "Free": (in_function("comm.Free()"), ("not_yours",)),
     "closes files": (in_function("import os; os.closerange(3, 1000)"), ("crash", "exception")),
+    "borrowed": (b"from hpcllm.course.labs.latency.checks import fit, one_way, predict_allreduce", ("borrowed",)),
     "no UTF-8": (b"\xff\xfe\x00" + at_load(""), ("exception",)),
     "zero bytes": (b"\0" * 1000, ("exception",)),
     "empty": (b"", ("missing",)),
