@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
-import importlib.util
 import json
 import os
 import random
-import resource
 import sys
 import time
 import traceback
@@ -26,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from mpi4py import MPI
@@ -34,11 +31,10 @@ from mpi4py import MPI
 from hpcllm.course.catalogue import find_lab, load_lab
 from hpcllm.course.lab import Lab, Law, LawError, Prediction, Race, Row, Trial
 from hpcllm.course.processes import where_pids_count
+from hpcllm.course.student_file import borrowed_name, hint_of, limit, load_file, text_of
 from hpcllm.course.untouched import Untouched
 from hpcllm.course.watched import watched
 
-LARGEST_FILE_BYTES = 1 << 30
-MOST_CPU_S = 1200  # of a rank with all its threads; runner.py ends it long before, unless that was killed
 LONGEST_TEXT = 600  # characters of a message
 PAUSE_S = 0.0005  # between looks of a rank that waits for the others, which need its core
 STACK_SHARE = 0.8  # of a limit of time, after which the stack is written
@@ -207,55 +203,6 @@ def shown_case(place: Mapping[str, Any]) -> str:
     words = [f"{name} = {value}" for name, value in place["case"].items()]
     ranks = place["ranks"]
     return ", ".join([f"{ranks} rank{'' if ranks == 1 else 's'}", *words])
-
-
-def hint_of(error: BaseException) -> str:
-    """Return the key of the hint for an exception of the student's function."""
-    if isinstance(error, MPI.Exception) and error.Get_error_class() == MPI.ERR_TRUNCATE:
-        return "truncated"
-    return "exception"
-
-
-def text_of(error: BaseException) -> str:
-    """Return the text of an exception, whose own method may do anything."""
-    try:
-        return str(error)
-    except BaseException:
-        return ""
-
-
-def load_file(path: Path) -> ModuleType:
-    """Run the student's file as a module."""
-    spec = importlib.util.spec_from_file_location("student", path)
-    if not spec or not spec.loader:
-        raise LawError("missing", f"{path.name} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["student"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def borrowed_name(student: ModuleType) -> str:
-    """Return a name in the student's file that is a thing of the grader, '' if there is none."""
-    for name, value in vars(student).items():
-        source = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
-        if str(source).startswith("hpcllm.course"):
-            return name
-    return ""
-
-
-def limit(memory_bytes: int) -> None:
-    """Limit what this process may ask for from now on: memory, sizes of files, core dumps, processor time."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    now_bytes = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData"))
-    limits = (
-        (resource.RLIMIT_DATA, now_bytes + memory_bytes),
-        (resource.RLIMIT_FSIZE, LARGEST_FILE_BYTES),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, MOST_CPU_S),
-    )
-    for kind, most in limits:
-        resource.setrlimit(kind, (most, most))
 
 
 def slurm_step() -> str:
