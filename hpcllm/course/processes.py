@@ -65,8 +65,7 @@ class Job:
             self.process.terminate()  # srun and mpirun hand it on to other nodes
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(GRACE_S)
-            if self.process.poll() is None:
-                self._cancel_steps()
+            self._cancel_steps()
         deadline_s = time.monotonic() + END_S
         while (left := self._left()) and time.monotonic() < deadline_s:
             self._stop_all(deadline_s)
@@ -99,7 +98,7 @@ class Job:
                     os.waitpid(pid, os.WNOHANG)
 
     def _cancel_steps(self) -> None:
-        """End steps of Slurm whose srun does not: their ranks are no descendants of ours."""
+        """End steps of Slurm, whatever srun has done: their ranks are no descendants of ours."""
         if self.steps and (scancel := shutil.which("scancel")):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 words = [scancel, "--signal=KILL", *sorted(self.steps)]
