@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcllm.course.catalogue import LABS, load_lab
+from hpcllm.course.processes import leaving_at_signals
 from hpcllm.course.runner import run_check
 from hpcllm.course.score import grade
 from hpcllm.system.text import percent, table
@@ -140,4 +140,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with leaving_at_signals():
+        main()

@@ -3,7 +3,7 @@
     start LAB [FOLDER]     the file to fill in and the sheet      check [LAB]     laws, races, predictions: points
     demo LAB               the races with our own functions       grade FOLDER... many files, one table
 
-Exit codes: 0 all laws hold (grade: all were graded), 1 one does not, 2 user error.
+Exit codes: 0 all laws hold (grade: all were graded), 1 one does not (grade: one was not), 2 user error.
 """
 
 from __future__ import annotations
@@ -126,23 +126,40 @@ def _check(arguments: argparse.Namespace) -> int:
 def _grade(arguments: argparse.Namespace) -> int:
     _check_alone("grade")
     check_writable(arguments.csv)
-    work = [(folder, *found) for folder in arguments.folders for found in _submissions(folder)]
+    work = [(folder, *found) for folder in arguments.folders for found in _handed_in(folder)]
+    if not any(isinstance(found, Path) for _, _, found in work):
+        raise ConfigError(f"nothing to grade: {work[0][2]}")
     rows, facts = [], []
-    for number, (folder, entry, path) in enumerate(work, start=1):
-        print(f"hpcllm: {number} of {len(work)}: {printable_path(str(path))}", file=sys.stderr, flush=True)
-        try:
-            found = _graded(entry, path, "")
-        except (HpcllmError, OSError) as error:
-            rows.append([str(folder), entry.name, "0", "0", "0", "0", printable(str(error))])
-            facts.append({"folder": str(folder), "lab": entry.name, "earned": 0, "error": str(error)})
-            continue
-        rows.append([str(folder), entry.name, *_points(found)])
-        facts.append({"folder": str(folder), **found.as_dict()})
-    if arguments.csv:
-        with writing(repr(str(arguments.csv))):
-            write_whole(arguments.csv, _csv(rows))
+    for number, (folder, lab, found) in enumerate(work, start=1):
+        _aside(f"hpcllm: {number} of {len(work)}: {printable_path(str(folder))}, {lab}\n")
+        row, fact = _graded_row(lab, found)
+        rows.append([str(folder), lab, *row])
+        facts.append({"folder": printable_path(str(folder)), "lab": lab, **fact})
+        if arguments.csv:  # each time: who ends it in the middle of a class has what was graded
+            with writing(repr(str(arguments.csv))):
+                write_whole(arguments.csv, _csv(rows))
     show(arguments, facts, table(COLUMNS, [[printable_path(row[0]), *row[1:]] for row in rows], indent="", left=2))
-    return 0
+    return 1 if any("error" in fact for fact in facts) else 0
+
+
+def _handed_in(folder: Path) -> list[tuple[str, Path | str]]:
+    """List lab and file of what is in a folder; where there is none, why."""
+    try:
+        return [(entry.name, path) for entry, path in _submissions(folder)]
+    except ConfigError as error:
+        return [("none", str(error))]
+
+
+def _graded_row(lab: str, found: Path | str) -> tuple[list[str], dict[str, Any]]:
+    """Grade a file: cells and facts. Where that cannot be, why is in the place of the hint."""
+    why = str(found)
+    if isinstance(found, Path):
+        try:
+            graded = _graded(find_lab(lab), found, "")
+            return _points(graded), graded.as_dict()
+        except (HpcllmError, OSError) as error:
+            why = str(error)
+    return ["0", "0", "0", "0", printable(why)], {"earned": 0, "error": why}
 
 
 def _points(found: Grade) -> list[str]:
@@ -188,7 +205,7 @@ def _draw(arguments: argparse.Namespace, found: Grade, entry: Entry) -> None:
         with writing(repr(str(arguments.plot))):
             draw(found, load_lab(entry), arguments.plot)
     elif arguments.plot:
-        print(f"hpcllm: no picture {arguments.plot}: races come after the laws", file=sys.stderr)
+        _aside(f"hpcllm: no picture {arguments.plot}: races come after the laws\n")
 
 
 def _graded(entry: Entry, path: Path | None, seed: str) -> Grade:
@@ -199,14 +216,20 @@ def _graded(entry: Entry, path: Path | None, seed: str) -> Grade:
     code = b"" if path is None else _code(path)
     drawn = seed or secrets.token_hex(8)
     outcome = run_check(entry, path and path.resolve(), drawn, _tell)
-    print(file=sys.stderr, flush=True)
+    _aside("\n")
     facts = {"seed": drawn, "code_sha256": hashlib.sha256(code).hexdigest(), "machine": fingerprint(outcome.library)}
     return grade(load_lab(entry), outcome, facts)
 
 
 def _tell(word: str) -> None:
     """Show that a check is going on: a mark for each part."""
-    print({"held": "law ", "row": "race ", "measured": "number "}.get(word, ""), end="", file=sys.stderr, flush=True)
+    _aside({"held": "law ", "row": "race ", "measured": "number "}.get(word, ""))
+
+
+def _aside(text: str) -> None:
+    """Write what is no result to standard error, unless that is closed."""
+    if sys.stderr:
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 def fingerprint(library: str) -> dict[str, Any]:

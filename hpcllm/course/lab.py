@@ -37,13 +37,22 @@ if TYPE_CHECKING:
 POINTS = 100
 RANKS = 4  # of a check
 GENERAL = {
-    "exception": "The function ended with this exception; the line is the last one of your file.",
+    "exception": "The function ended with this exception, in the line of your file that is shown, or in what that line "
+    "calls.",
     "missing": "The file has to keep the names that it started with.",
     "unfinished": "Nothing is written there yet: replace `raise NotImplementedError`.",
     "deadlock": "Every rank waits for another one. Draw who sends to whom in which order: for each receive there has "
     "to be one send, and of two ranks that both send first with blocking calls neither comes to its receive.",
     "endless": "A loop does not end. Which condition ends it, and does that come true on this rank, too?",
-    "crash": "The process was ended by the system, as by a wrong address in compiled code, or by too much memory.",
+    "crash": "A process of the check ended in the middle: by an exit of your file, by a signal, by the system because "
+    "of a wrong address in compiled code or too much memory, or by MPI after an error.",
+    "stopped": "A process of the check was stopped by a signal, and waits. Does your file send signals?",
+    "tampered": "The file replaces a function that others use, too: the clock, the grader, Python itself. Give yours a "
+    "name of its own; the check judges what your functions do.",
+    "borrowed": "The file imports from hpcllm.course, which has what you are asked to write.",
+    "files": "The files of the check are gone. Write only into a folder of your own.",
+    "not_yours": "The communicator, MPI and the job belong to who called your function: it neither frees them nor ends "
+    "them.",
     "memory": "It asks for much more memory than its input has. Is an array made in a loop, or one for each pair of "
     "ranks?",
     "not_waited": "A request of Isend or Irecv was never waited for: until its wait a send buffer must not change, and "

@@ -1,6 +1,6 @@
 """The command that starts the ranks of a check, and its environment. Pure.
 
-    inside a Slurm job      srun         as many tasks as ranks, on however many cores there are
+    inside a Slurm job      srun         as many tasks as ranks, on however many cores there are, on one node: this one
     anywhere else           mpirun       the one beside this Python, or on PATH; on this machine alone
 
 What each variable is for is said in jobscripts/local/launch.sh.
@@ -32,7 +32,8 @@ def launch_command(ranks: int, environment: Mapping[str, str] = os.environ) -> t
     own = _environment(environment)
     path = environment.get("PATH", os.defpath)
     if "SLURM_JOB_ID" in environment and (srun := shutil.which("srun", path=path)):
-        return [srun, f"--ntasks={ranks}", "--overcommit", "--overlap", "--kill-on-bad-exit=1"], own
+        node = [f"--nodelist={here}"] if (here := environment.get("SLURMD_NODENAME")) else []
+        return [srun, "--nodes=1", *node, f"--ntasks={ranks}", *_SRUN], own
     beside = str(Path(sys.executable).parent)
     if not (mpirun := shutil.which("mpirun", path=f"{beside}{os.pathsep}{path}")):
         raise ConfigError(
@@ -57,6 +58,16 @@ def _environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 _JOB = ("SLURM_JOB_ID",)
+_SRUN = ("--overcommit", "--overlap", "--kill-on-bad-exit=1")
+
+
+def scratch_parent(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the folder for scratch files that the ranks see, too; None: the system's own.
+
+    Who is inside a Slurm job but on none of its nodes, as after salloc, shares no /tmp with the ranks.
+    """
+    is_elsewhere = "SLURM_JOB_ID" in environment and "SLURMD_NODENAME" not in environment
+    return os.getcwd() if is_elsewhere else None
 
 
 def _open_mpi(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,23 +1,22 @@
 """A rank of a check: `python -m hpcllm.course.ranks FOLDER`, started by runner.py on all ranks at once.
 
-    FOLDER/job.json        lab, file, seed, memory                           written by runner.py
+    FOLDER/job.json        lab, file, seed, memory       written by runner.py, gone before the student's file is loaded
     FOLDER/rank_2.jsonl    a line before and after each case of this rank    read by runner.py while it grows
     FOLDER/stack_2.txt     where this rank was when a case took too long
 
 A law is tried on 1 to 4 ranks: on a communicator of as many of the world's, in another order, while the others wait. A
 rank that finds something wrong says so and waits to be ended, as others may be waiting for its messages for ever. The
-memory that it may ask for is limited from the moment on that the student's file is loaded.
+memory and the time of a processor that it may ask for are limited from the moment on that the student's file is loaded,
+and a process that the file forks ends at once: it would be a second rank of the same number.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import importlib
-import importlib.util
 import json
 import os
 import random
-import resource
 import sys
 import time
 import traceback
@@ -25,19 +24,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from mpi4py import MPI
 
 from hpcllm.course.catalogue import find_lab, load_lab
 from hpcllm.course.lab import Lab, Law, LawError, Prediction, Race, Row, Trial
+from hpcllm.course.processes import where_pids_count
+from hpcllm.course.student_file import borrowed_name, hint_of, limit, load_file, text_of
+from hpcllm.course.untouched import Untouched
 from hpcllm.course.watched import watched
 
-LARGEST_FILE_BYTES = 1 << 30
 LONGEST_TEXT = 600  # characters of a message
 PAUSE_S = 0.0005  # between looks of a rank that waits for the others, which need its core
 STACK_SHARE = 0.8  # of a limit of time, after which the stack is written
+WRITE, EXIT, FINALIZE = os.write, os._exit, MPI.Finalize  # as they are before the student's file is loaded
 
 
 class OverError(Exception):
@@ -55,10 +56,11 @@ class Rank:
         self.lab: Lab = load_lab(find_lab(self.job["lab"]))
         self.ours = importlib.import_module(f"hpcllm.course.labs.{self.lab.name}.checks")
         self.rows: dict[str, list[Row]] = {}
+        self.untouched = Untouched()
 
     def say(self, event: str, **fields: Any) -> None:
         """Append a line to this rank's record."""
-        os.write(self.record_file, (json.dumps({"event": event, **fields}) + "\n").encode())
+        WRITE(self.record_file, (json.dumps({"event": event, **fields}) + "\n").encode())
 
     def meet(self) -> None:
         """Return when all ranks are here, leaving the cores to those that are not."""
@@ -77,13 +79,14 @@ class Rank:
         faulthandler.dump_traceback_later(limit_s * STACK_SHARE, file=self.stack_file)
         try:
             yield
+            self.untouched.check()
         except LawError as wrong:
             self._fail(wrong.hint, wrong.shown, place)
         except MemoryError:
             self._fail("memory", f"MemoryError {self._where()}", place)
         except NotImplementedError:
             self._fail("unfinished", f"NotImplementedError {self._where()}", place)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
+        except BaseException as error:  # also SystemExit, and whatever a file makes up
             self._fail(hint_of(error), f"{type(error).__name__}: {text_of(error)} {self._where()}", place)
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -102,9 +105,12 @@ class Rank:
         """Load the student's file, or take our own functions for a demonstration."""
         with self.judged(self.job["load_s"], stage="load"):
             student = self.ours.REFERENCE if self.job["file"] is None else load_file(Path(self.job["file"]))
+            if self.job["file"] and (borrowed := borrowed_name(student)):
+                raise LawError("borrowed", f"{borrowed} comes from hpcllm.course")
             missing = [name for name in self.lab.functions if not callable(getattr(student, name, None))]
             if missing:
                 raise LawError("missing", f"there is no function {' or '.join(missing)} in the file")
+        self.say("loaded")
         return student
 
     def laws(self, student: Any) -> None:
@@ -128,7 +134,9 @@ class Rank:
 
     def _watched(self, control: MPI.Intracomm, case_number: int) -> Any:
         delays = random.Random(f"{self.job['seed']}/{control.rank}/{control.size}/{case_number}")
-        return watched(control.Dup(), self.lab.forbidden, delays)
+        made = watched(control.Dup(), self.lab.forbidden, delays)
+        made.keep()
+        return made
 
     def _case(self, law: Law, trial: Trial, **place: Any) -> None:
         comm = trial.comm
@@ -143,7 +151,7 @@ class Rank:
             if MPI.Intracomm.Iprobe(comm, MPI.ANY_SOURCE, MPI.ANY_TAG):
                 raise LawError("message_left", shown_case(place))
         self.say("passed", **place)
-        comm.Free()
+        MPI.Intracomm.Free(comm)
 
     def races(self, student: Any) -> None:
         for number, race in enumerate(self.lab.races):
@@ -168,9 +176,9 @@ class Rank:
     def _prediction(self, number: int, prediction: Prediction, trial: Trial) -> None:
         with self.judged(prediction.limit_s, stage="predictions", part=number):
             found = float(prediction.measure(trial))
-        table = getattr(trial.student, "PREDICTIONS", None)
-        said = table.get(prediction.key) if isinstance(table, dict) else None
-        number_said = float(said) if isinstance(said, int | float) and not isinstance(said, bool) else None
+            table = getattr(trial.student, "PREDICTIONS", None)
+            said = table.get(prediction.key) if isinstance(table, dict) else None
+            number_said = float(said) if isinstance(said, int | float) and not isinstance(said, bool) else None
         self.say("measured", stage="predictions", part=number, measured=found, predicted=number_said)
 
     def _whole_trial(self, student: Any, *words: object) -> Trial:
@@ -197,51 +205,35 @@ def shown_case(place: Mapping[str, Any]) -> str:
     return ", ".join([f"{ranks} rank{'' if ranks == 1 else 's'}", *words])
 
 
-def hint_of(error: BaseException) -> str:
-    """Return the key of the hint for an exception of the student's function."""
-    if isinstance(error, MPI.Exception) and error.Get_error_class() == MPI.ERR_TRUNCATE:
-        return "truncated"
-    return "exception"
+def slurm_step() -> str:
+    """Return JOB.STEP of Slurm, '' outside of it."""
+    words = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    return ".".join(words) if all(words) else ""
 
 
-def text_of(error: BaseException) -> str:
-    """Return the text of an exception, whose own method may do anything."""
-    try:
-        return str(error)
-    except Exception:
-        return ""
+def shut_in(rank: Rank) -> None:
+    """Prepare for a file that may do anything."""
+    limit(rank.job["memory_bytes"])
+    faulthandler.enable(rank.stack_file)  # says where it was when the system ends it
+    os.register_at_fork(after_in_child=lambda: EXIT(1))
+    MPI.Finalize = ends_mpi
+    rank.untouched = Untouched()
 
 
-def load_file(path: Path) -> ModuleType:
-    """Run the student's file as a module."""
-    spec = importlib.util.spec_from_file_location("student", path)
-    if not spec or not spec.loader:
-        raise LawError("missing", f"{path.name} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["student"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def limit(memory_bytes: int) -> None:
-    """Limit what this process may ask for from now on: memory, sizes of files, core dumps."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    now_bytes = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData"))
-    limits = (
-        (resource.RLIMIT_DATA, now_bytes + memory_bytes),
-        (resource.RLIMIT_FSIZE, LARGEST_FILE_BYTES),
-        (resource.RLIMIT_CORE, 0),
-    )
-    for kind, most in limits:
-        resource.setrlimit(kind, (most, most))
+def ends_mpi() -> None:
+    """Stand in for MPI.Finalize while the student's file is there."""
+    raise LawError("not_yours", "the file calls MPI.Finalize")
 
 
 def run(folder: Path) -> None:
     """Run the stages of a check. Collective over all ranks."""
     rank = Rank(folder)
-    rank.say("ready", library=MPI.Get_library_version().strip().splitlines()[0][:80])
+    rank.say("ready", library=MPI.Get_library_version().strip().splitlines()[0][:80], pid=os.getpid(),
+             host=where_pids_count(), step=slurm_step())  # fmt: skip
     rank.meet()
-    limit(rank.job["memory_bytes"])
+    if rank.world.rank == 0:
+        (folder / "job.json").unlink()  # the seed is in it
+    shut_in(rank)
     stages: tuple[Callable[[Any], None], ...] = (rank.laws, rank.races, rank.predictions)
     try:
         student = rank.load_student()
@@ -249,10 +241,13 @@ def run(folder: Path) -> None:
         for stage in stages[1:] if rank.job["file"] is None else stages:
             stage(student)
         rank.say("done")
-        MPI.Finalize()
+        FINALIZE()
     except OverError:
         time.sleep(rank.job["end_s"])  # other ranks may wait for ever; runner.py ends the job long before
-    os._exit(0)  # nothing of the student's runs at the end
+    except BaseException:
+        traceback.print_exc()
+        EXIT(1)
+    EXIT(0)  # nothing of the student's runs at the end
 
 
 if __name__ == "__main__":

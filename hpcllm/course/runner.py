@@ -4,26 +4,21 @@
                       rank_0.jsonl ... rank_3.jsonl grow  -->  read every 50 ms
                       |- "wrong" on a rank:      a moment for the others to say theirs, then all are ended
                       |- nothing new for too long: the stacks of the ranks say who waits where: deadlock or endless loop
-                      `- the job is over without "done": a crash
+                      `- a rank's process, or the job, is over without "done": a crash; is stopped: by a signal
 
-Whatever the student's file does, the processes of the check end: all that descend from it, as this process adopts those
-whose parents have ended. Limits of memory and files are those of ranks.py; what ranks print is kept to a bound. It is
-no prison: a file that wants to harm can, as any program of this user. Grade strangers' files in a container, or as a
-user who owns nothing.
+Whatever the student's file does, the processes of the check end (processes.py). Limits of memory, files and processor
+time are those of ranks.py; what ranks print is kept to a bound. It is no prison: a file that wants to harm can, as any
+program of this user. Grade strangers' files in a container, or as a user who owns nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +27,8 @@ from typing import Any
 
 from hpcllm.course.catalogue import Entry
 from hpcllm.course.lab import RANKS
-from hpcllm.course.launch import launch_command
+from hpcllm.course.launch import launch_command, scratch_parent
+from hpcllm.course.processes import Job, job, leaving_at_signals, state_of, undisturbed, where_pids_count
 from hpcllm.errors import HpcllmError
 
 START_S = 180.0  # for all ranks to start on a busy machine
@@ -42,11 +38,9 @@ GRACE_S = 1.0  # for other ranks to say what they found
 END_S = 5.0  # for ranks that are done to leave MPI
 MEMORY_BYTES = 1 << 30  # that a rank may ask for beside what it has when the student's file is loaded
 LOOK_S = 0.05
-MOST_OUTPUT_BYTES = 1 << 16
 MOST_RECORD_BYTES = 1 << 24  # of a rank; more is not read
-PR_SET_CHILD_SUBREAPER = 36
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in ', re.MULTILINE)
-CALLS = r"[Ww]ait\w*|[SsRr]end\w*|[Rr]ecv\w*|[Pp]robe|Test\w*|[Bb]arrier|I?([Aa]ll|[Gg]ather|[Rr]educe|[Bb]cast)\w*"
+CALLS = r"[Ww]ait\w*|\w*[Ss]end\w*|\w*[Rr]ecv\w*|[Pp]robe|Test\w*|[Bb]arrier|I?([Aa]ll|[Gg]ather|[Rr]educe|[Bb]cast)\w*"
 WAITS = re.compile(rf"\b({CALLS})\(")
 BY_THE_WORLD = ("deadlock", "exception", "truncated", "other")  # hints of what messages to wrong ranks end in
 Record = dict[str, Any]
@@ -58,7 +52,8 @@ class Outcome:
 
     records: list[list[Record]]  # of each rank
     fault: Record | None = None  # hint, shown; stage, part, ranks, case where they are known
-    output: str = ""  # the end of what the ranks printed
+    output: str = ""  # the end of what the ranks printed, and what mpirun or srun said of their end
+    printed: str = ""  # the end of what the ranks had printed before they were ended
     seconds: float = 0.0
 
     @property
@@ -78,19 +73,38 @@ class _Watch:
     records: list[list[Record]] = field(default_factory=lambda: [[] for _ in range(RANKS)])
     read_bytes: list[int] = field(default_factory=lambda: [0] * RANKS)
     last_s: float = field(default_factory=time.monotonic)
+    are_files_gone: bool = False
 
     def look(self) -> None:
         """Read what ranks have added. A line that is no record of ours counts as none."""
         for rank in range(RANKS):
-            path = self.folder / f"rank_{rank}.jsonl"
-            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-                file.seek(self.read_bytes[rank])
-                data = file.read(max(0, MOST_RECORD_BYTES - self.read_bytes[rank]))
-                whole = data[: data.rfind(b"\n") + 1]
-                if whole:
-                    self.read_bytes[rank] += len(whole)
-                    self.last_s = time.monotonic()
-                    self.records[rank] += _parsed(whole)
+            try:
+                self._read(rank)
+            except OSError as error:  # not there yet, or no more
+                self.are_files_gone |= self.read_bytes[rank] > 0 and not isinstance(error, BlockingIOError)
+
+    def _read(self, rank: int) -> None:
+        with (self.folder / f"rank_{rank}.jsonl").open("rb") as file:
+            file.seek(self.read_bytes[rank])
+            data = file.read(max(0, MOST_RECORD_BYTES - self.read_bytes[rank]))
+        whole = data[: data.rfind(b"\n") + 1]
+        if whole:
+            self.read_bytes[rank] += len(whole)
+            self.last_s = time.monotonic()
+            self.records[rank] += _parsed(whole)
+
+    def lost(self) -> Record | None:
+        """Return the fault of a rank whose process on this machine is over or stopped; None while there is none."""
+        if self.are_files_gone or not self.folder.exists():
+            return {"hint": "files", "shown": "the folder of the check was removed"}
+        for rank, rows in enumerate(self.records):
+            is_here = bool(rows) and rows[0].get("host") == where_pids_count() and isinstance(rows[0].get("pid"), int)
+            state = state_of(rows[0]["pid"]) if is_here and rows[-1]["event"] != "done" else "R"
+            if state in ("T", "t"):
+                return {"hint": "stopped", "shown": f"the process of rank {rank} was stopped"}
+            if state in ("", "Z", "X"):
+                return {"hint": "crash", "shown": f"the process of rank {rank} ended before the check was over"}
+        return None
 
     def wrong(self) -> list[Record]:
         return [record for rows in self.records for record in rows if record["event"] == "wrong"]
@@ -119,117 +133,53 @@ def run_check(entry: Entry, file: Path | None, seed: str, advance: Callable[[str
 
     advance: gets a word when a law holds or a race is run.
     """
-    with tempfile.TemporaryDirectory(prefix="hpcllm course ") as name:
-        folder = Path(name)
-        job: Record = {
-            "lab": entry.name,
-            "file": str(file) if file else None,
-            "seed": seed,
-            "memory_bytes": MEMORY_BYTES,
-        }
-        job |= {"load_s": LOAD_S, "end_s": WHOLE_S}
-        (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+    with leaving_at_signals(), _scratch() as folder:
+        order: Record = {"lab": entry.name, "file": str(file) if file else None, "seed": seed}
+        order |= {"memory_bytes": MEMORY_BYTES, "load_s": LOAD_S, "end_s": WHOLE_S}
+        (folder / "job.json").write_text(json.dumps(order), encoding="utf-8")
         start_s = time.monotonic()
-        with _ranks(folder) as (process, output):
-            outcome = _watch(process, _Watch(folder), file, advance)
+        words, environment = launch_command(RANKS)
+        with job([*words, sys.executable, "-m", "hpcllm.course.ranks", str(folder)], folder, environment) as started:
+            outcome = _watch(started, _Watch(folder), file, advance)
+            outcome.printed = started.output.decode("utf-8", "replace")
         if outcome.fault and outcome.fault["hint"] in BY_THE_WORLD and file and _uses_world(file):
             outcome.fault["hint"] = "world"
-        outcome.output = output.decode("utf-8", "replace")
+        outcome.output = started.output.decode("utf-8", "replace")
         outcome.seconds = time.monotonic() - start_s
-    if not all(outcome.records) and outcome.fault and outcome.fault.get("stage") is None:
+    fault = outcome.fault
+    if not all(outcome.records) and fault and fault.get("stage") is None and fault["hint"] != "files":
         said = outcome.output.strip()[-500:]
-        raise HpcllmError(f"the ranks of the check did not start: {said or outcome.fault['shown']}")
+        raise HpcllmError(f"the ranks of the check did not start: {said or fault['shown']}")
     return outcome
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder that all ranks see, removed whatever lies in it, and whatever signal comes meanwhile."""
+    made = tempfile.TemporaryDirectory(prefix="hpcllm course ", dir=scratch_parent(), ignore_cleanup_errors=True)
+    try:
+        yield Path(made.name)
+    finally:
+        with undisturbed():
+            made.cleanup()
 
 
 def _uses_world(file: Path) -> bool:
     return "COMM_WORLD" in file.read_text(encoding="utf-8", errors="replace")
 
 
-@contextlib.contextmanager
-def _ranks(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], bytearray]]:
-    """The started job and what it prints; all of its processes end with this."""
-    words, environment = launch_command(RANKS)
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    output = bytearray()
-    process = subprocess.Popen(
-        [*words, sys.executable, "-m", "hpcllm.course.ranks", str(folder)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        cwd=folder,
-        env=environment,
-        start_new_session=True,  # Ctrl-C is ours; they are ended below
-    )
-    reader = threading.Thread(target=_drain, args=(process, output), daemon=True)
-    reader.start()
-    try:
-        yield process, output
-    finally:
-        _end(process)
-        reader.join(END_S)
-        if not reader.is_alive() and process.stdout:
-            process.stdout.close()
-
-
-def _drain(process: subprocess.Popen[bytes], output: bytearray) -> None:
-    """Keep the end of what comes."""
-    assert process.stdout
-    while data := os.read(process.stdout.fileno(), 1 << 16):
-        output += data
-        del output[:-MOST_OUTPUT_BYTES]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the job and everything that it has started, in whatever session."""
-    if process.poll() is None:
-        process.terminate()  # srun and mpirun hand it on to other nodes
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
-    deadline = time.monotonic() + END_S
-    while (left := _started()) and time.monotonic() < deadline:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.poll()
-        for pid in left:
-            if pid != process.pid:  # an orphan that this process has adopted
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
-        time.sleep(LOOK_S / 5)
-    process.wait()
-
-
-def _started() -> list[int]:
-    """List the processes that descend from this one, but for those that were there before the job."""
-    found: list[int] = []
-    left = _children(os.getpid())
-    while left:
-        found += left
-        left = [child for pid in left for child in _children(pid)]
-    return found
-
-
-def _children(pid: int) -> list[int]:
-    text = ""
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            text += path.read_text(encoding="ascii")
-    return [int(word) for word in text.split()]
-
-
-def _watch(
-    process: subprocess.Popen[bytes], watch: _Watch, file: Path | None, advance: Callable[[str], None]
-) -> Outcome:
+def _watch(started: Job, watch: _Watch, file: Path | None, advance: Callable[[str], None]) -> Outcome:
     """Follow the records until the job is over, or has to be."""
-    begin_s, told = time.monotonic(), 0
+    begin_s, told, process = time.monotonic(), 0, started.process
     while True:
         ended = process.poll() is not None
+        lost = watch.lost()  # before the records are read: those of a rank that is gone are complete then
         watch.look()
         for record in watch.records[0][told:]:
             told += 1
             if record["event"] in ("held", "row", "measured"):
                 advance(record["event"])
+        started.steps |= {rows[0]["step"] for rows in watch.records if rows and rows[0].get("step")}
         if watch.is_done():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END_S)
@@ -237,9 +187,11 @@ def _watch(
         if watch.wrong():
             _wait_for_others(process, watch)
             return Outcome(watch.records, _clearest(watch.wrong()))
+        if lost and watch.lost():
+            return Outcome(watch.records, _place(watch) | lost | {"shown": lost["shown"] + _where(watch, file)})
         if ended:
             words = f"the job ended with exit code {process.returncode} before the check was over"
-            return Outcome(watch.records, _place(watch) | {"hint": "crash", "shown": words})
+            return Outcome(watch.records, _place(watch) | {"hint": "crash", "shown": words + _where(watch, file)})
         now_s = time.monotonic()
         if now_s - watch.last_s > watch.limit_s() or now_s - begin_s > WHOLE_S:
             return Outcome(watch.records, _place(watch) | _hanging(watch, file))
@@ -266,9 +218,21 @@ def _place(watch: _Watch) -> Record:
     return {key: last[0][key] for key in keys if key in last[0]} if last else {}
 
 
+def _where(watch: _Watch, file: Path | None) -> str:
+    """' (line 12: x = y[0])' where the system has ended a rank in the student's file."""
+    lines = _lines_of(file)
+    found = (_line_of(watch.folder / f"stack_{rank}.txt", file, lines) for rank in range(RANKS))
+    place = next(filter(None, found), None)
+    return f" (line {place[0]}: {place[1]})" if place else ""
+
+
+def _lines_of(file: Path | None) -> list[str]:
+    return file.read_text(encoding="utf-8", errors="replace").splitlines() if file else []
+
+
 def _hanging(watch: _Watch, file: Path | None) -> Record:
     """Tell a deadlock from an endless loop by where the ranks were."""
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file else []
+    lines = _lines_of(file)
     places = {
         int(rows[-1].get("rank", number)): _line_of(watch.folder / f"stack_{number}.txt", file, lines)
         for number, rows in enumerate(watch.records)

@@ -16,6 +16,7 @@ from hpcllm.course.runner import Outcome, Record
 from hpcllm.system.text import table
 
 EXACT = 1e-9  # share by which a prediction that has to be exact may be off
+PRINTED_LINES = 10  # of what a file printed, shown beside a hint
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Grade:
     parts: tuple[Part, ...]
     seconds: float
     facts: dict[str, Any] = field(default_factory=dict)  # seed, machine, hash of the code
+    printed: tuple[str, ...] = ()  # the last lines that the file printed, of all ranks
 
     @property
     def earned(self) -> float:
@@ -62,13 +64,15 @@ class Grade:
     def as_dict(self) -> dict[str, Any]:
         """Return all of it for JSON."""
         head = {"lab": self.lab, "earned": self.earned, "points": POINTS, "laws_hold": self.all_laws_hold}
-        return head | {"seconds": self.seconds, **self.facts, "parts": [asdict(part) for part in self.parts]}
+        rest = {"printed": list(self.printed), "parts": [asdict(part) for part in self.parts]}
+        return head | {"seconds": self.seconds, **self.facts, **rest}
 
 
 def grade(lab: Lab, outcome: Outcome, facts: dict[str, Any]) -> Grade:
     """Turn the records of a check into points."""
     parts = (*_laws(lab, outcome), *_races(lab, outcome), *_predictions(lab, outcome))
-    return Grade(lab.name, lab.title, parts, round(outcome.seconds, 1), facts)
+    printed = tuple(outcome.printed.splitlines()[-PRINTED_LINES:])
+    return Grade(lab.name, lab.title, parts, round(outcome.seconds, 1), facts, printed)
 
 
 def _fault_of(outcome: Outcome, lab: Lab, stage: str, number: int) -> dict[str, str]:
@@ -88,7 +92,10 @@ def _case_words(fault: Record) -> str:
     if "case" not in fault or "rank" in str(fault["shown"]).split(":")[0]:
         return ""
     ranks = fault["ranks"]
-    words = [f"{ranks} rank{'' if ranks == 1 else 's'}", *(f"{key} = {value}" for key, value in fault["case"].items())]
+    words = [f"{ranks} rank{'' if ranks == 1 else 's'}"]
+    words += [
+        f"{key} = {f'{value:.4g}' if isinstance(value, float) else value}" for key, value in fault["case"].items()
+    ]
     return f"{', '.join(words)}: "
 
 
@@ -154,6 +161,8 @@ def grade_lines(found: Grade) -> list[str]:
         lines += [f"  {part.name}: {part.seen}" for part in parts if _worth_saying(part)]
         lines.append("")
     if hinted := found.first_hint:
+        if found.printed:
+            lines += ["the ranks printed last:", *(f"  {line}" for line in found.printed), ""]
         lines += [f"hint: {hinted.hint}", ""]
     return [*lines, f"{found.earned:g} of {POINTS} points, {found.seconds:g} s"]
 

@@ -39,6 +39,11 @@ class WatchedComm(MPI.Intracomm):
     def restart_counts(self) -> None:
         self.messages, self.sent_bytes, self.requests, self.calls = 0, 0, [], []
 
+    def keep(self) -> None:
+        """Reject from now on what ends the communicator or the job."""
+        for name in ("Abort", "Disconnect", "Free"):
+            setattr(self, name, _rejecting(name, "not_yours"))
+
     def count(self, buffer: Any) -> None:
         self.messages += 1
         self.sent_bytes += _bytes_of(buffer)
@@ -55,7 +60,7 @@ def watched(comm: MPI.Intracomm, forbidden: tuple[str, ...] = (), delays: random
     made.delays = delays
     made.restart_counts()
     for name in forbidden:
-        setattr(made, name, _rejecting(name))
+        setattr(made, name, _rejecting(name, "forbidden"))
     return made
 
 
@@ -69,9 +74,9 @@ def _bytes_of(buffer: Any) -> int:
     return min(whole, counts[0] * item) if counts else whole
 
 
-def _rejecting(name: str) -> Callable[..., Any]:
+def _rejecting(name: str, hint: str) -> Callable[..., Any]:
     def method(*_: Any, **__: Any) -> Any:
-        raise LawError("forbidden", f"the function calls comm.{name}")
+        raise LawError(hint, f"the function calls comm.{name}")
 
     return method
 

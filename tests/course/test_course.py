@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 from hpcllm.cli.main import main
 from hpcllm.course.catalogue import LABS, find_lab, load_lab
@@ -18,7 +21,9 @@ from hpcllm.course.launch import launch_command
 from hpcllm.course.runner import Outcome
 from hpcllm.course.score import grade
 
-LABS_FOLDER = Path(__file__).parents[2] / "hpcllm" / "course" / "labs"
+ROOT = Path(__file__).parents[2]
+LABS_FOLDER = ROOT / "hpcllm" / "course" / "labs"
+GUIDE = (ROOT / "course/GUIDE.md").read_text(encoding="utf-8")
 
 
 def test_every_folder_of_a_lab_is_in_the_catalogue():
@@ -156,6 +161,33 @@ def test_ranks_are_started_by_what_is_there(tmp_path):
 def test_solutions_are_not_in_the_package():
     tracked = subprocess.run(["git", "ls-files"], cwd=LABS_FOLDER, capture_output=True, text=True).stdout.split()
     assert not [path for path in tracked if "right" in path or "solution" in path]
+
+
+def test_what_instructors_have_is_in_no_package():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = find_packages(
+        str(ROOT),
+        **{
+            key: settings["packages"]["find"][key]
+            for key in ("include", "exclude")
+            if key in settings["packages"]["find"]
+        },
+    )
+    assert "hpcllm.course" in packages
+    assert not [name for name in packages if name.partition(".")[0] != "hpcllm"]
+    files = [path for pattern in settings["package-data"]["hpcllm"] for path in (ROOT / "hpcllm").glob(pattern)]
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in files if "course" in path.parts]
+    assert texts
+    assert not [text for text in texts if "nstructor" in text]
+
+
+@pytest.mark.parametrize("name", sorted(LABS))
+def test_the_guide_has_each_lab_with_hints_that_exist(name):
+    lab = load_lab(LABS[name])
+    part = GUIDE.split(f"## Lab {lab.number}: ")[1].split("\n## ")[0]
+    hints = {key for row in re.findall(r"^\|.*\|(.*)\|$", part, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
+    assert len(hints) >= 5
+    assert hints <= {*lab.hints, *GENERAL}
 
 
 def test_a_law_error_keeps_its_hint_apart_from_what_it_shows():

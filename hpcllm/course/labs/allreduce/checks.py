@@ -5,7 +5,7 @@ laws        sums of whole numbers, which no order rounds --> exact; each wrong r
             sums of other numbers: near the sum in float64, the same bits everywhere
             traffic, counted by the communicator: bytes of the ring, messages of the small sum
             a run of the trainer whose gradients the student's ring sums: the losses of ours
-races       long sums beside our ring, short ones beside our recursive doubling
+races       long sums beside a ring, short ones beside recursive doubling, both in plain MPI (ours.py)
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from hpcllm.collectives import allreduce
 from hpcllm.collectives.operations import ALGORITHMS
 from hpcllm.course.lab import RANKS, Lab, Law, LawError, Prediction, Race, Row, Trial
+from hpcllm.course.labs.allreduce.ours import REFERENCE, doubling, ring
 from hpcllm.course.small_run import make_store, train_losses
 from hpcllm.mpi.partition import chunk_range
 from hpcllm.perf.timing import Case, in_turns
@@ -35,24 +34,12 @@ SHORT_BYTES = (256, 2048)
 ROUNDS = 21
 STEPS = 3  # of the run
 LOSS_ERROR = 1e-5  # relative: another order of sums
-
-
-def ring(x: Values, comm: MPI.Intracomm) -> None:
-    """Sum by our ring."""
-    allreduce(x, comm, algorithm="ring")
-
-
-def doubling(x: Values, comm: MPI.Intracomm) -> None:
-    """Sum by our recursive doubling."""
-    allreduce(x, comm, algorithm="recursive_doubling")
+__all__ = ["LAB", "REFERENCE"]
 
 
 def native(x: Values, comm: MPI.Intracomm) -> None:
     """Sum by the MPI library."""
     comm.Allreduce(MPI.IN_PLACE, x)
-
-
-REFERENCE = SimpleNamespace(allreduce=ring, allreduce_small=doubling)
 
 
 def lengths(drawn: random.Random, ranks: int) -> Iterator[Mapping[str, Any]]:
@@ -98,7 +85,8 @@ def check_small_sums(trial: Trial) -> None:
 
 
 def check_bits(trial: Trial) -> None:
-    """Compare any numbers with their sum in float64, and the bits of all ranks."""
+    """Compare any numbers with their sum in float64, and the bits of all ranks; whole ones first, for the hint."""
+    check_sums(trial, "allreduce_small")
     parts = addends(trial, whole=False)
     for function in ("allreduce", "allreduce_small"):
         x = parts[trial.comm.rank].copy()

@@ -133,7 +133,9 @@ def check_less_idle(trial: Trial) -> None:
 def shape_of(timeline: Timeline) -> str:
     """'3 ranks, 5 microbatches: rank 0: F0 F1 ...'."""
     rows = [" ".join(map(str, row[:12])) for row in timeline.schedule.work()]
-    return f"{len(rows)} ranks, {timeline.schedule.microbatches} microbatches (rank 0: {rows[0]})"
+    m = timeline.schedule.microbatches
+    shape = f"{len(rows)} rank{'s' * (len(rows) != 1)}, {m} microbatch{'es' * (m != 1)}"
+    return f"{shape} (rank 0: {rows[0]})"
 
 
 def runs(drawn: random.Random, ranks: int) -> Iterator[Mapping[str, Any]]:

@@ -68,7 +68,7 @@ def _check_state(trial: Trial, state: Any, own: int) -> None:
     for name, array in state.items():
         if not isinstance(array, np.ndarray) or array.dtype != np.float32 or array.shape != (own,):
             seen = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
-            whole = isinstance(array, np.ndarray) and array.shape == (trial.case["n"],)
+            whole = isinstance(array, np.ndarray) and array.shape == (trial.case["n"],) != (own,)
             raise LawError("state_whole" if whole else "state_names",
                            f"{_place(trial)}: {name} is {seen}, not float32 [{own}]")  # fmt: skip
 

@@ -1,0 +1,87 @@
+"""A check of a lab inside a job of a real Slurm: ranks by srun on the job's node, and none left. Started by run.sh.
+
+sbatch, 2 nodes ---> hpcllm course check on the first ---> srun, 4 ranks there      right file: all points of the laws
+salloc ------------> hpcllm course check on no node -----> srun, 4 ranks on one     waits, ignores signals: a hint
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RIGHT = (ROOT / "course/latency/right/plain.py").read_text(encoding="utf-8")
+LIMIT_S = 150.0
+IGNORES = "import signal\nfor number in (1, 2, 15):\n    signal.signal(number, signal.SIG_IGN)\n"
+ENDLESS = f"{RIGHT}\n{IGNORES}\n\ndef one_way(comm, size_bytes, rounds):\n    while True: pass\n"
+CIRCLE = f"{RIGHT}\n{IGNORES}\n\ndef one_way(comm, size_bytes, rounds):\n    comm.Recv(bytearray(1), source=0)\n"
+
+
+def surroundings() -> dict[str, str]:
+    """The environment of who submits: of no job."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "PMI_", "PMIX_", "OMPI_"))}
+    return {
+        **kept,
+        "SLURM_CONF": str(Path(os.environ["HPCLLM_SLURM"]) / "slurm" / "slurm.conf"),
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+def slurm(*words: str, code: int | None = 0, cwd: Path | None = None) -> str:
+    done = subprocess.run(words, env=surroundings(), cwd=cwd, capture_output=True, text=True, timeout=LIMIT_S)
+    assert code is None or done.returncode == code, (words, done.stdout, done.stderr)
+    return done.stdout.strip()
+
+
+def ranks_left(folder: Path) -> list[str]:
+    """Command lines of processes that were started in a job of this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"COURSE_MARK={folder}\0".encode() in path.read_bytes():
+                found.append((path.parent / "cmdline").read_text())
+        except OSError:
+            continue
+    return found
+
+
+def checked(folder: Path, text: str, submit: list[str]) -> dict[str, Any]:
+    """Check a file in a job; return its grade, and whether the job has left ranks."""
+    (folder / "latency.py").write_text(text, encoding="utf-8")
+    (folder / "job.sh").write_text(
+        f'#!/bin/bash\nexport COURSE_MARK="{folder}" TMPDIR=/tmp OMP_NUM_THREADS=1\n'
+        f'"{sys.executable}" -m hpcllm.course check --folder "{folder}" --json "{folder}/grade.json"\necho "code $?"\n'
+    )
+    (folder / "job.sh").chmod(0o755)
+    slurm(*submit, str(folder / "job.sh"), cwd=folder, code=None)
+    grade: dict[str, Any] = json.loads((folder / "grade.json").read_text())
+    deadline_s = time.monotonic() + 20
+    while ranks_left(folder) and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    assert not ranks_left(folder)
+    assert not list(folder.glob("hpcllm course*"))
+    return grade
+
+
+SBATCH = ["sbatch", "--wait", "--nodes=2", "--ntasks-per-node=1", "--time=5", "--output=out"]
+SALLOC = ["salloc", "--nodes=1", "--time=5"]
+
+
+@pytest.mark.parametrize("submit", [SBATCH, SALLOC], ids=["sbatch", "salloc"])
+def test_a_right_file_gets_its_points_in_a_job(submit, tmp_path):
+    grade = checked(tmp_path, RIGHT, submit)
+    assert grade["laws_hold"], grade
+    assert all(part["rows"] for part in grade["parts"] if part["stage"] == "races")
+
+
+@pytest.mark.parametrize(("text", "hint"), [(ENDLESS, "endless"), (CIRCLE, "deadlock")], ids=["endless", "deadlock"])
+def test_a_file_that_hangs_and_ignores_signals_ends_in_its_hint_and_leaves_no_rank(text, hint, tmp_path):
+    grade = checked(tmp_path, text, SBATCH)
+    assert next(part["hint_key"] for part in grade["parts"] if part["hint_key"]) == hint, grade
