@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 from mpi4py import MPI
@@ -63,10 +64,10 @@ def _bytes_of(buffer: Any) -> int:
     """Bytes of what is sent: an array, or [array, count, type] as mpi4py takes it."""
     spec = buffer if isinstance(buffer, list | tuple) else [buffer]
     data = spec[0]
-    whole = int(getattr(data, "nbytes", 0) or len(memoryview(data).cast("B")) if data is not None else 0)
-    counts = [each for each in spec[1:] if isinstance(each, int)]
-    item = int(getattr(data, "itemsize", 1))
-    return min(whole, counts[0] * item) if counts else whole
+    nbytes = getattr(data, "nbytes", None)
+    whole = int(nbytes if nbytes is not None else memoryview(data).nbytes if data is not None else 0)
+    counts = [int(each) for each in spec[1:] if isinstance(each, Integral)]
+    return min(whole, counts[0] * int(getattr(data, "itemsize", 1))) if counts else whole
 
 
 def _rejecting(name: str) -> Callable[..., Any]:
