@@ -31,6 +31,7 @@ class WatchedComm(MPI.Intracomm):
     messages: int
     sent_bytes: int
     requests: list[MPI.Request]
+    is_persistent = False  # some sends may start uncounted
     calls: list[tuple[str, int]]  # collectives, and the bytes of the longer of their arrays
 
     def waited_for(self) -> bool:
@@ -127,10 +128,29 @@ def _exchanging(self: WatchedComm, sendbuf: Any, *arguments: Any, **keywords: An
     MPI.Intracomm.Sendrecv(self, sendbuf, *arguments, **keywords)
 
 
+class _Persistent(MPI.Prequest):
+    """A persistent send, counted each time that it starts by itself; Startall starts it unseen."""
+
+    comm: WatchedComm
+    buffer: Any
+
+    def Start(self) -> None:  # noqa: N802 -- MPI's name
+        self.comm.count(self.buffer)
+        self.comm.be_late()
+        super().Start()
+
+
+def _persistent(self: WatchedComm, buf: Any, *arguments: Any, **keywords: Any) -> _Persistent:
+    made = _Persistent(MPI.Intracomm.Send_init(self, buf, *arguments, **keywords))
+    made.comm, made.buffer, self.is_persistent = self, buf, True
+    return made
+
+
 for _name, _strict in {"Send": "Ssend", "Ssend": "Ssend", "Isend": "Issend", "Issend": "Issend"}.items():
     setattr(WatchedComm, _name, _sending(_name, _strict))
 for _name in ("Recv", "Irecv"):
     setattr(WatchedComm, _name, _receiving(_name))
 for _name in ("Allreduce", "Iallreduce", "Reduce_scatter", "Ireduce_scatter", "Allgatherv", "Iallgatherv"):
     setattr(WatchedComm, _name, _joint(_name))
+WatchedComm.Send_init = _persistent  # type: ignore[assignment,method-assign]
 WatchedComm.Sendrecv = _exchanging  # type: ignore[assignment,method-assign]

@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcllm.course.lab import LawError, Trial
 
@@ -24,8 +24,16 @@ FIRST_SHARE = 0.35  # of it before the last rank receives
 NEAR = 0.12  # relative
 SPARE_S = 0.001
 BARRIER_S = 0.06  # that a rank without messages comes late to a collective
-SIZE_BYTES = 1 << 16
+SIZE_BYTES = 1 << 20
 Calls = list[tuple[str, float, float]]  # name, begin, end
+
+
+class Round(NamedTuple):
+    """Seconds of a round, of its send, and of a barrier just before it."""
+
+    whole_s: float
+    send_s: float
+    barrier_s: float
 
 
 def slow_rounds(drawn: random.Random, _: int) -> Iterator[Mapping[str, Any]]:
@@ -45,12 +53,14 @@ def check_median(trial: Trial) -> None:
     found = trial.student.one_way(comm, SIZE_BYTES, len(late_s) - 1)
     end_s = time.perf_counter()
     if comm.rank == 0:
-        rounds_s, sends_s = rounds_of(calls, end_s)
-        hint = mistake(float(found), rounds_s, sends_s) if len(rounds_s) == len(late_s) else "rounds"
+        rounds = rounds_of(calls, end_s)
+        if not rounds:  # persistent requests are not seen here
+            return
+        hint = mistake(float(found), rounds) if len(rounds) == len(late_s) else "rounds"
         if hint:
-            each = ", ".join(f"{1e3 * seconds:.1f}" for seconds in rounds_s)
-            rounds = f"rounds of {each} ms there and back, the first to warm up"
-            raise LawError(hint, f"{comm.size} ranks: {1e3 * found:.1f} ms, of {rounds}")
+            each = ", ".join(f"{1e3 * seconds:.1f}" for seconds in (each.whole_s for each in rounds))
+            said = f"rounds of {each} ms there and back, the first to warm up"
+            raise LawError(hint, f"{comm.size} ranks: {1e3 * found:.1f} ms, of {said}")
 
 
 def keep_times(comm: Any, calls: Calls) -> None:
@@ -97,40 +107,42 @@ def _after(method: Callable[..., Any], seconds: Callable[[], float]) -> Callable
     return call
 
 
-def rounds_of(calls: Calls, end_s: float) -> tuple[list[float], list[float]]:
-    """Return the seconds of each round, and of each send: a round is from its send to its receive, or the next call."""
+def rounds_of(calls: Calls, end_s: float) -> list[Round]:
+    """Return the rounds: each is from its send to the end of its receive, or to the next call."""
     sends = [place for place, (name, _, _) in enumerate(calls) if name.lower().endswith("send")]
-    rounds_s = []
-    for place, following in zip(sends, [*sends[1:], len(calls)], strict=True):
-        _, begin_s, over_s = calls[place]
-        for name, next_begin_s, next_end_s in [*calls[place + 1 : following + 1], ("", end_s, end_s)]:
-            if name == "Irecv":
-                continue
-            over_s = next_end_s if name == "Recv" else next_begin_s
-            break
-        rounds_s.append(over_s - begin_s)
-    return rounds_s, [calls[place][2] - calls[place][1] for place in sends]
+    found = []
+    for place in sends:
+        _, begin_s, sent_s = calls[place]
+        after = [call for call in calls[place + 1 :] if call[0] != "Irecv"] + [("", end_s, end_s)]
+        over_s = after[0][2] if after[0][0] == "Recv" else after[0][1]
+        before, barrier_s, barrier_end_s = calls[place - 1] if place else ("", 0.0, 0.0)
+        found.append(Round(over_s - begin_s, sent_s - begin_s, (barrier_end_s - barrier_s) * (before == "Barrier")))
+    return found
 
 
-def mistake(found_s: float, rounds_s: Sequence[float], sends_s: Sequence[float]) -> str:
+def mistake(found_s: float, rounds: Sequence[Round]) -> str:
     """Return the key of the hint, '' if it is half the median."""
-    counted, median = rounds_s[1:], statistics.median
-    right_s = median(counted) / 2
+    right_s = statistics.median(each.whole_s for each in rounds[1:]) / 2
     if abs(found_s - right_s) <= NEAR * right_s + SPARE_S:
         return ""
-    answers_s = [whole - send for whole, send in zip(rounds_s, sends_s, strict=True)]
-    known = [("not_halved", 2 * right_s), ("halved_twice", right_s / 2), ("warm_up", median(rounds_s) / 2)]
-    known += [("warm_up", sorted(rounds_s)[len(counted) // 2] / 2), ("mean", statistics.mean(counted) / 2)]
-    known += [("mean", statistics.mean(counted)), ("mean", sum(rounds_s) / len(counted) / 2)]
-    known += [
-        ("warm_up", statistics.mean(rounds_s) / 2),
-        ("all_rounds", sum(counted)),
-        ("all_rounds", sum(counted) / 2),
-    ]
-    known += [("extreme", extreme(counted) / 2) for extreme in (min, max)]
-    known += [("part", median(part[1:]) / halves) for part in (sends_s, answers_s) for halves in (1, 2)]
-    known += [("unit", right_s * unit) for unit in (1e3, 1e6, 1e9)]
-    known += [("barrier", median(counted) / 2 + BARRIER_S / 2), ("barrier", median(counted) + BARRIER_S)]
-    off = {key_value: abs(found_s - key_value[1]) / max(key_value[1], SPARE_S) for key_value in known}
-    nearest = min(off, key=lambda key_value: off[key_value])
+    off = {known: abs(found_s - known[1]) / max(known[1], SPARE_S) for known in mistakes(rounds, right_s)}
+    nearest = min(off, key=lambda known: off[known])
     return nearest[0] if off[nearest] <= NEAR else "clock"
+
+
+def mistakes(rounds: Sequence[Round], right_s: float) -> Iterator[tuple[str, float]]:
+    """Yield what known mistakes return: key of the hint, seconds."""
+    median, every_s = statistics.median, [each.whole_s for each in rounds]
+    counted_s = every_s[1:]
+    yield from (("not_halved", 2 * right_s), ("halved_twice", right_s / 2))
+    yield from (("warm_up", seconds / 2) for seconds in (median(every_s), statistics.mean(every_s)))
+    yield "warm_up", sorted(every_s)[len(counted_s) // 2] / 2
+    yield from (("mean", sum(times_s) / len(counted_s) / 2) for times_s in (counted_s, every_s))
+    yield "mean", statistics.mean(counted_s)
+    yield from (("extreme", extreme(counted_s) / halves) for extreme in (min, max) for halves in (1, 2))
+    yield from (("all_rounds", sum(counted_s) / halves) for halves in (1, 2))
+    for part_s in ([each.send_s for each in rounds[1:]], [each.whole_s - each.send_s for each in rounds[1:]]):
+        yield from (("part", median(part_s) / halves) for halves in (1, 2))
+    yield from (("unit", right_s * unit) for unit in (1e3, 1e6, 1e9))
+    with_barrier_s = [each.whole_s + each.barrier_s for each in rounds[1:]]
+    yield from (("barrier", median(with_barrier_s) / halves) for halves in (1, 2))
