@@ -39,10 +39,8 @@ def check_ranges(trial: Trial) -> None:
 def mistake(found: Sequence[tuple[int, int]], n: int, follow: bool) -> str:
     """Tell a known mistake from the ranges of all ranks: key of the hint."""
     starts = [a for a, _ in found]
-    if follow:
-        return "remainder" if found[-1][1] < n else "ranges"
+    if follow and n % len(found) and found[-1][1] < n:
+        return "remainder"
     if [0, *(b + 1 for _, b in found)] == [*starts, n]:
         return "inclusive"
-    if [a + length for a, length in found] == [*starts[1:], n]:
-        return "length"
-    return "ranges"
+    return "length" if [a + length for a, length in found] == [*starts[1:], n] else "ranges"
