@@ -251,6 +251,10 @@ LAB = Lab(
         "others take its bytes.",
         "traffic": "Rank by rank the sum of bytes is above that of a ring: a rank sends chunks, never all of x.",
         "losses": "The sum is right alone, but not in a run, where sums of several arrays follow each other.",
+        "predicts_messages": "A ring has two halves: how many hops has each, with 4 ranks?",
+        "predicts_bytes": "How many bytes has a chunk, a quarter of a million values of 4 bytes, and how often is one "
+        "sent?",
+        "predicts_rounds": "In each round each rank sends one message. How many rounds do 4 ranks need?",
         "forbidden": "Other collectives do what this lab is about, and calls in lower case pack objects: build it from "
         "Send, Isend, Recv, Irecv and Sendrecv.",
         "many_messages": "Few messages means rounds in which partners at distance 1, 2, 4 ... exchange all they have.",

@@ -272,6 +272,12 @@ LAB = Lab(
         "barrier": "A barrier, or another wait for ranks that send nothing, lies between the two looks at the clock.",
         "clock": "Your times are far from ours: is anything between the two looks at the clock that is no message, "
         "such as making an array or a barrier, is it the median, and half of the way there and back?",
+        "predicts_half": "Half the time is latency where beta b is alpha. How many bytes, not bits, do 10 GB/s move "
+        "in 2 us?",
+        "predicts_tree": "In each round of a tree every rank that has the value sends it on: how many have it after k "
+        "rounds?",
+        "predicts_ring": "How many hops are there with 64 ranks, each way round, and how long is a chunk? The unit is "
+        "ms.",
         "forbidden": "A round is one Send and one Recv of an array on each of the two ranks, or Isend and Irecv. Calls "
         "in lower case pack an object, so the message is longer; Sendrecv is on its way in both directions at once.",
     },

@@ -257,6 +257,10 @@ LAB = Lab(
         "can be done, if it was put off before.",
         "too_much": "Time is bought with memory: an activation is held until its W. Put off few of them: as many as "
         "the rank would otherwise have idle at the end.",
+        "predicts_idle": "The share of all the time, from 0 to 1: with what a pass of a microbatch takes as the unit, "
+        "a rank works m and idles p - 1.",
+        "predicts_held": "When does GPipe do its first B? Until then nothing is let go.",
+        "predicts_microbatches": "Idle time over all the time, not over the work; and what does the last rounding do?",
         "losses": "The schedule runs, but the losses differ from ours.",
         "still_idle": "Less idle than 1F1B, but more than need be: rank r can put off r of its W to the end.",
     },

@@ -158,6 +158,11 @@ LAB = Lab(
         "decoder": "The laws above hold, but not in the decoder. Does a function keep something from an earlier call?",
         "forbidden": "Nothing has to travel but sums: by comm.Allreduce or comm.Iallreduce, or by messages of yours.",
         "other": "The result is wrong. Take the case above by hand: which rows or columns of each has this rank?",
+        "predicts_weights": "Both layers are cut, one by outputs and one by inputs: how much of each has a rank of 4?",
+        "predicts_sums": "rows sum forward, columns backward, once for all layers that read one x. Count both in "
+        "attention and in the feed-forward block, three times, and do not forget the vocabulary.",
+        "predicts_bytes": "What is summed is as long as the block's result, for all tokens, once each way; 4 bytes a "
+        "value.",
         "slow": "Right, but slow beside our layers. Is each product one call of NumPy for all tokens at once?",
     },
     forbidden=(

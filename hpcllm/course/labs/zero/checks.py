@@ -313,6 +313,10 @@ LAB = Lab(
         "the own range would do?",
         "losses": "The laws above hold, but the losses of a training run are others. Does a function keep something "
         "from an earlier call?",
+        "predicts_state_bytes": "Two states of 4 bytes for each parameter that the rank owns.",
+        "predicts_all_bytes": "Which of parameters, gradients and states are split in ZeRO's first stage, and which "
+        "are whole?",
+        "predicts_sent_bytes": "Each of the two collectives sends (p - 1) / p of all bytes from each rank.",
         "forbidden": "Use Reduce_scatter, Allgatherv and Allreduce.",
     },
     forbidden=(
