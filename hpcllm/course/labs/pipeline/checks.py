@@ -69,7 +69,8 @@ def actions_of(trial: Trial, function: str, stages: int, microbatches: int) -> l
         try:
             rows.append([Action.parse(str(word)) for word in words])
         except ValueError as error:
-            raise LawError("words", f"{place}: {error}") from error
+            negative = any(str(word)[1:2] == "-" for word in words)
+            raise LawError("range" if negative else "words", f"{place}: {error}") from error
         if list(getattr(trial.student, function)(stages, microbatches, rank)) != list(words):
             raise LawError("kept", f"{place} returns something else when it is called again")
         check_once(rows[-1], microbatches, f"{place} = {' '.join(map(str, words[:20]))}")

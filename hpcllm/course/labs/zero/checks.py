@@ -151,7 +151,7 @@ def is_another_length(x: Values, wanted: Values, before: Values, config: Optimiz
     decayed = before * (1 - config.learning_rate * config.weight_decay)
     with np.errstate(all="ignore"):
         ratio = (x - decayed) / (wanted - decayed)
-    return bool(np.ptp(ratio) <= 0.02 * abs(ratio[0]))
+    return bool(np.ptp(ratio) <= 1e-3 * abs(ratio[0]))
 
 
 def check_bits(trial: Trial) -> None:
