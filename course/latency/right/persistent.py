@@ -30,8 +30,8 @@ def one_way(comm, size_bytes, rounds):
 def fit(sizes_bytes, seconds):
     s = np.asarray(sizes_bytes, dtype=float)
     t = np.asarray(seconds, dtype=float)
-    A = np.vstack([np.ones(len(s)) / t, s / t]).T
-    (alpha, beta), *_ = np.linalg.lstsq(A, np.ones(len(s)), rcond=None)
+    a = np.vstack([np.ones(len(s)) / t, s / t]).T
+    (alpha, beta), *_ = np.linalg.lstsq(a, np.ones(len(s)), rcond=None)
     return float(alpha), float(beta)
 
 

@@ -5,8 +5,8 @@ def _go(f, b, m, most):
     if b == m:
         return []
     if f < m and f - b < most:
-        return [f"F{f}"] + _go(f + 1, b, m, most)
-    return [f"B{b}"] + _go(f, b + 1, m, most)
+        return [f"F{f}", *_go(f + 1, b, m, most)]
+    return [f"B{b}", *_go(f, b + 1, m, most)]
 
 
 def one_f_one_b(ranks, microbatches, rank):
@@ -22,8 +22,8 @@ def less_idle(ranks, microbatches, rank):
         if word[0] == "F":
             found.append(word)
         else:
-            found.append("I%d" % number)
-            waiting.append("W%d" % number)
+            found.append(f"I{number}")
+            waiting.append(f"W{number}")
             if place > last or len(waiting) == rank + 1:
                 found.append(waiting[0])
                 del waiting[0]
