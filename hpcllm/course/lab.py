@@ -65,6 +65,7 @@ GENERAL = {
     "forbidden": "This call does what the lab is about; build it from sends and receives.",
     "slow": "Right, but slow beside ours. Is anything sent that nobody needs, sent one after another where it could go "
     "at once, or copied more often than needed?",
+    "predicts": "A number in PREDICTIONS is not what is measured: look at its unit, and at what is counted.",
     "other": "The result is wrong. Take the case above by hand, step by step.",
 }
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hpcllm.course.lab import LawError, Trial
 
 HINTS = {
+    "inclusive": "The end is the first place that is no longer this rank's, as in Python's slices, not its last.",
+    "length": "The second number is the end of the range, not its length.",
     "remainder": "The last values belong to nobody where n does not divide by the ranks.",
     "ranges": "The ranges of the ranks have to follow one another from 0 to n, in the order of the ranks.",
     "uneven": "One rank has more than one value more than another: it will be the one that all wait for.",
@@ -27,9 +29,18 @@ def check_ranges(trial: Trial) -> None:
     found = trial.control.allgather((start, end))
     sizes = [b - a for a, b in found]
     said = f"n = {n}, {ranks} ranks: own_range gives {', '.join(f'{a}:{b}' for a, b in found)}"
-    if max(b for _, b in found) < n:
-        raise LawError("remainder", said)
-    if [a for a, _ in found] != [0, *(b for _, b in found[:-1])] or found[-1][1] != n or min(sizes) < 0:
-        raise LawError("ranges", said)
+    follow = [a for a, _ in found] == [0, *(b for _, b in found[:-1])] and min(sizes) >= 0
+    if not follow or found[-1][1] != n:
+        raise LawError(mistake(found, n, follow), said)
     if max(sizes) - min(sizes) > 1:
         raise LawError("uneven", said)
+
+
+def mistake(found: Sequence[tuple[int, int]], n: int, follow: bool) -> str:
+    """Tell a known mistake from the ranges of all ranks: key of the hint."""
+    starts = [a for a, _ in found]
+    if follow and n % len(found) and found[-1][1] < n:
+        return "remainder"
+    if [0, *(b + 1 for _, b in found)] == [*starts, n]:
+        return "inclusive"
+    return "length" if [a + length for a, length in found] == [*starts[1:], n] else "ranges"

@@ -133,6 +133,9 @@ def _predictions(lab: Lab, outcome: Outcome) -> Iterator[Part]:
         found: dict[str, Any] = _fault_of(outcome, lab, "predictions", number)
         if number in records:
             found = _predicted(prediction, records[number]["predicted"], records[number]["measured"])
+            if records[number]["predicted"] is not None and "earned" not in found:
+                key = f"predicts_{prediction.key}"
+                found |= {"hint_key": key, "hint": lab.hint(key if key in lab.hints else "predicts")}
         yield Part("predictions", prediction.key, prediction.question, prediction.points, **found)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 from mpi4py import MPI
@@ -30,6 +31,7 @@ class WatchedComm(MPI.Intracomm):
     messages: int
     sent_bytes: int
     requests: list[MPI.Request]
+    is_persistent = False  # some sends may start uncounted
     calls: list[tuple[str, int]]  # collectives, and the bytes of the longer of their arrays
 
     def waited_for(self) -> bool:
@@ -68,10 +70,10 @@ def _bytes_of(buffer: Any) -> int:
     """Bytes of what is sent: an array, or [array, count, type] as mpi4py takes it."""
     spec = buffer if isinstance(buffer, list | tuple) else [buffer]
     data = spec[0]
-    whole = int(getattr(data, "nbytes", 0) or len(memoryview(data).cast("B")) if data is not None else 0)
-    counts = [each for each in spec[1:] if isinstance(each, int)]
-    item = int(getattr(data, "itemsize", 1))
-    return min(whole, counts[0] * item) if counts else whole
+    nbytes = getattr(data, "nbytes", None)
+    whole = int(nbytes if nbytes is not None else memoryview(data).nbytes if data is not None else 0)
+    counts = [int(each) for each in spec[1:] if isinstance(each, Integral)]
+    return min(whole, counts[0] * int(getattr(data, "itemsize", 1))) if counts else whole
 
 
 def _rejecting(name: str, hint: str) -> Callable[..., Any]:
@@ -131,10 +133,29 @@ def _exchanging(self: WatchedComm, sendbuf: Any, *arguments: Any, **keywords: An
     MPI.Intracomm.Sendrecv(self, sendbuf, *arguments, **keywords)
 
 
+class _Persistent(MPI.Prequest):
+    """A persistent send, counted each time that it starts by itself; Startall starts it unseen."""
+
+    comm: WatchedComm
+    buffer: Any
+
+    def Start(self) -> None:  # noqa: N802 -- MPI's name
+        self.comm.count(self.buffer)
+        self.comm.be_late()
+        super().Start()
+
+
+def _persistent(self: WatchedComm, buf: Any, *arguments: Any, **keywords: Any) -> _Persistent:
+    made = _Persistent(MPI.Intracomm.Send_init(self, buf, *arguments, **keywords))
+    made.comm, made.buffer, self.is_persistent = self, buf, True
+    return made
+
+
 for _name, _strict in {"Send": "Ssend", "Ssend": "Ssend", "Isend": "Issend", "Issend": "Issend"}.items():
     setattr(WatchedComm, _name, _sending(_name, _strict))
 for _name in ("Recv", "Irecv"):
     setattr(WatchedComm, _name, _receiving(_name))
 for _name in ("Allreduce", "Iallreduce", "Reduce_scatter", "Ireduce_scatter", "Allgatherv", "Iallgatherv"):
     setattr(WatchedComm, _name, _joint(_name))
+WatchedComm.Send_init = _persistent  # type: ignore[assignment,method-assign]
 WatchedComm.Sendrecv = _exchanging  # type: ignore[assignment,method-assign]

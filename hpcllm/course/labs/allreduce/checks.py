@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from hpcllm.collectives.operations import ALGORITHMS
 from hpcllm.course.lab import RANKS, Lab, Law, LawError, Prediction, Race, Row, Trial
+from hpcllm.course.labs.allreduce.mistakes import mistake, small_mistake
 from hpcllm.course.labs.allreduce.ours import REFERENCE, doubling, ring
 from hpcllm.course.small_run import make_store, train_losses
-from hpcllm.mpi.partition import chunk_range
 from hpcllm.perf.timing import Case, in_turns
 
 Values = NDArray[np.float32]
@@ -33,6 +33,7 @@ LONG_BYTES = (1 << 20, 1 << 22)
 SHORT_BYTES = (256, 2048)
 ROUNDS = 21
 STEPS = 3  # of the run
+LIKELIEST = (1, 3, 2, RANKS)  # numbers of ranks: with three most mistakes can be told apart, with two hardly any
 LOSS_ERROR = 1e-5  # relative: another order of sums
 __all__ = ["LAB", "REFERENCE"]
 
@@ -72,7 +73,9 @@ def check_sums(trial: Trial, function: str = "allreduce") -> None:
     getattr(trial.student, function)(x, trial.comm)
     wanted = parts.sum(axis=0)
     if not np.array_equal(x, wanted):
-        raise LawError(mistake(x, before, parts), f"{function}: {shown(trial, x, wanted)}")
+        is_small = function == "allreduce_small"
+        hint = small_mistake(x, before, parts) if is_small else mistake(x, before, parts, trial.comm.rank)
+        raise LawError(hint, f"{function}: {shown(trial, x, wanted)}")
 
 
 def check_small_sums(trial: Trial) -> None:
@@ -104,10 +107,14 @@ def check_traffic(trial: Trial) -> None:
     """Count the bytes that each rank sends."""
     x, ranks = np.ones(trial.case["n"], np.float32), trial.comm.size
     trial.student.allreduce(x, trial.comm)
-    most = 2 * (ranks - 1) / ranks * x.nbytes + 4 * max(1, 2 * (ranks - 1))
+    of_a_ring = 2 * (ranks - 1) / ranks * x.nbytes
+    most = of_a_ring + 4 * max(1, trial.comm.messages)
     if trial.comm.sent_bytes > most:
         sent = f"rank {trial.comm.rank} of {ranks} sends {trial.comm.sent_bytes} bytes for n = {x.size}"
-        raise LawError("traffic", f"{sent}; a ring sends {most:.0f} at most")
+        hint = "hop_more" if trial.comm.sent_bytes <= most + x.nbytes / ranks + 4 else "traffic"
+        if ranks == 2 and trial.comm.sent_bytes > 1.9 * of_a_ring:
+            hint = "wide"
+        raise LawError(hint, f"{sent}; a ring sends {most:.0f} at most")
 
 
 def few_values(_: random.Random, __: int) -> Iterator[Mapping[str, Any]]:
@@ -129,37 +136,6 @@ def check_run(trial: Trial) -> None:
         sums["ring"] = ours
     if any(abs(a - b) > LOSS_ERROR * abs(b) for a, b in zip(found, wanted, strict=True)):
         raise LawError("losses", f"losses {found}, with our ring {wanted}")
-
-
-def mistake(x: Values, before: Values, parts: Values) -> str:
-    """Tell a known mistake from its result: key of the hint."""
-    ranks, n = parts.shape
-    wanted = parts.sum(axis=0)
-    wrong = np.flatnonzero(x != wanted)
-    if np.array_equal(x, before):
-        return "nothing"
-    for mean in (wanted / ranks,):
-        if np.allclose(x, mean):
-            return "mean"
-    if wrong[0] >= n - n % ranks and np.array_equal(x[wrong], before[wrong]):
-        return "remainder"
-    partial = [parts[list(rows)].sum(axis=0) for rows in subsets(ranks)]
-    if all(any(x[i] == some[i] for some in partial) for i in wrong):
-        return "incomplete"
-    if np.all(x[wrong] > wanted[wrong]):
-        return "twice"
-    places = set(wrong.tolist())
-    for rank in range(ranks):
-        start, end = chunk_range(n, ranks, rank)
-        if start < end and places.isdisjoint(range(start, end)):
-            return "owner"
-    return "other"
-
-
-def subsets(ranks: int) -> Iterator[tuple[int, ...]]:
-    """Yield the sets of some but not all ranks."""
-    for bits in range(1, (1 << ranks) - 1):
-        yield tuple(rank for rank in range(ranks) if bits >> rank & 1)
 
 
 def shown(trial: Trial, x: NDArray[Any], wanted: NDArray[Any]) -> str:
@@ -216,10 +192,10 @@ LAB = Lab(
     title="a sum over all ranks",
     functions=("allreduce", "allreduce_small"),
     laws=(
-        Law("sums", "allreduce leaves the sum on every rank, for any n", 20, lengths, check_sums),
+        Law("sums", "allreduce leaves the sum on every rank, for any n", 20, lengths, check_sums, LIKELIEST),
         Law("bits", "every rank has the same bits, near the exact sum", 10, few_lengths, check_bits),
         Law("traffic", "no rank sends more than a ring does", 15, few_lengths, check_traffic),
-        Law("small sums", "allreduce_small is right, in few messages", 10, lengths, check_small_sums),
+        Law("small sums", "allreduce_small is right, in few messages", 10, lengths, check_small_sums, LIKELIEST),
         Law("run", "the trainer sums its gradients by it, with equal losses", 10, few_values, check_run, (3,), 60.0),
     ),
     races=(
@@ -241,14 +217,38 @@ LAB = Lab(
         "twice": "Some values were added more than once: in the second half chunks replace, they are not added.",
         "owner": "Whole chunks are right and others wrong: after the first half, which chunk is complete on which "
         "rank? The second half has to begin with that one.",
+        "few": "With fewer values than ranks some chunks are empty, but there is a sum all the same.",
+        "turned": "The messages go round one way, and the chunks that you pick the other. If rank r sends to r + 1, "
+        "what comes in a hop is the chunk that rank r - 1 sends in it.",
+        "in_place": "What is received lands in the array that is to be added to, or sent: what that held is lost. "
+        "Receive into another array, then add.",
+        "lost_sums": "The sums of the first half are lost. Either what comes takes the place of the own chunk where it "
+        "has to be added, or the second half begins with another chunk than the one that is complete by then.",
+        "rebound": "chunk = chunk + theirs makes a new array, and x keeps the old one: chunk += theirs writes into x.",
+        "hop_more": "One chunk more than in a ring is sent: each half has p - 1 hops.",
+        "first_hops": "The first half has p - 1 hops: with one fewer a rank's values are missing in each chunk, with "
+        "one more some are added twice.",
+        "second_hops": "The second half has p - 1 hops, too: a chunk of each rank has not been handed on everywhere.",
+        "small_incomplete": "Some ranks' values are missing. Partners are at distance 1, 2, 4 ... up to the largest "
+        "below p; which ranks have no partner in a round, who adds up theirs, and who hands them the result?",
+        "small_twice": "Some values are counted more than once: two partners have to hold sums of different ranks. "
+        "rank + 2**i is that only for 2**k ranks; distances double; and x changes only when its send is over.",
+        "wide": "Twice the bytes of a ring of float32: are the values sent as float64?",
         "rounding": "The sum is further from the exact one than float32 sums of so many values are.",
         "bits": "Ranks have different bits: each adds in an order of its own. Let one rank complete a chunk, and the "
         "others take its bytes.",
         "traffic": "Rank by rank the sum of bytes is above that of a ring: a rank sends chunks, never all of x.",
         "losses": "The sum is right alone, but not in a run, where sums of several arrays follow each other.",
+        "predicts_messages": "A ring has two halves: how many hops has each, with 4 ranks?",
+        "predicts_bytes": "How many bytes has a chunk, a quarter of a million values of 4 bytes, and how often is one "
+        "sent?",
+        "predicts_rounds": "In each round each rank sends one message. How many rounds do 4 ranks need?",
+        "forbidden": "Other collectives do what this lab is about, and calls in lower case pack objects: build it from "
+        "Send, Isend, Recv, Irecv and Sendrecv.",
         "many_messages": "Few messages means rounds in which partners at distance 1, 2, 4 ... exchange all they have.",
     },
     forbidden=(
+        *("Ibcast", "Iallgather", "Iallgatherv", "Ireduce_scatter", "Ialltoall", "Alltoallv", "Scan", "Exscan"),
         *("Allreduce", "Iallreduce", "Reduce", "Ireduce", "Allgather", "Allgatherv", "Reduce_scatter", "Alltoall"),
         *("Reduce_scatter_block", "Bcast", "Gather", "Gatherv", "allreduce", "reduce", "allgather", "alltoall"),
         *("bcast", "gather", "send", "isend", "recv", "irecv", "sendrecv", "Dup", "Split"),

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from hpcllm.course.lab import RANKS, Lab, Law, LawError, Prediction, Race, Row, Trial
 from hpcllm.course.labs.tensor_parallel import ours
-from hpcllm.course.labs.tensor_parallel.decoder import check_decoder, count_decoder_sums
+from hpcllm.course.labs.tensor_parallel.decoder import check_decoder, count_decoder_sums, summing
 from hpcllm.course.labs.tensor_parallel.layers import call, check_backward, check_forward, draw, own, shapes
 from hpcllm.course.labs.tensor_parallel.ours import REFERENCE
 from hpcllm.course.ranges import HINTS, check_ranges, lengths
@@ -65,10 +65,12 @@ def count(trial: Trial, name: str, most: int, most_bytes: int, *arguments: Any) 
     """Call a function and count what it sends. Raises LawError if it is too much."""
     trial.comm.restart_counts()
     call(trial, name, *arguments)
-    sums, sent_bytes = trial.comm.messages, trial.comm.sent_bytes
-    said = f"{name} of {trial.case['layers']} layers: {sums} sums of {sent_bytes} bytes in all"
-    if sums > most:
+    sums, sent_bytes = len(trial.comm.calls), trial.comm.sent_bytes
+    said = f"{name} of {trial.case['layers']} layers: {sums} sums, {sent_bytes} bytes in all"
+    if sums > most or (trial.comm.messages and not most):
         raise LawError("many_sums" if most else "sums_for_nothing", f"{said}; at most {most}")
+    if trial.comm.messages > sums:  # a sum made of messages: at most all that this rank has to each other
+        most_bytes *= max(1, trial.comm.size - 1)
     if sent_bytes > most_bytes:
         raise LawError("bytes", f"{said}; at most {most_bytes} bytes")
 
@@ -102,9 +104,9 @@ def count_weights(trial: Trial) -> float:
 def count_bytes(trial: Trial) -> float:
     """Count the bytes that go into the sums of the block in the question, forward and backward."""
     arrays = block_arrays(TOKENS, HIDDEN, CHANNELS, trial.student.own_range, trial.comm)
-    trial.comm.restart_counts()
-    block(trial.student, *arrays, trial.comm)
-    return trial.comm.sent_bytes
+    student, sums_bytes = summing(trial.student)
+    block(student, *arrays, trial.comm)
+    return sum(sums_bytes)
 
 
 LAB = Lab(
@@ -139,7 +141,12 @@ LAB = Lab(
         "to be summed over the ranks.",
         "needless_sum": "This was summed over the ranks, though each rank has its own piece, or all have the same and "
         "whole value already. That habit is one of data parallelism, where ranks see other tokens.",
-        "no_bias": "The bias is missing.",
+        "no_bias": "The bias is missing, on this rank at least: y is to be the same on all ranks.",
+        "bias_rank": "The bias is the same on all ranks, and so is its gradient: each rank has all of it.",
+        "divided": "This was divided by the number of ranks. Each rank has its own piece here, or the whole value: "
+        "nothing is to be shared out.",
+        "turned": "reshape does not transpose: it reads the values in the same order. w.T does.",
+        "rounded": "This comes near, but not to all bits of float32: something was rounded to fewer on the way.",
         "bias_often": "The bias is in the sum once from each rank. Add it after the sum.",
         "mean": "This is the mean over the ranks; the sum is wanted.",
         "token_mean": "The gradient of w or b is a sum over the tokens, not a mean: the loss has divided already.",
@@ -149,13 +156,19 @@ LAB = Lab(
         "sums_for_nothing": "Nothing has to travel here.",
         "bytes": "More is summed than the result is long.",
         "decoder": "The laws above hold, but not in the decoder. Does a function keep something from an earlier call?",
-        "forbidden": "Nothing has to travel but sums: comm.Allreduce or comm.Iallreduce.",
+        "forbidden": "Nothing has to travel but sums: by comm.Allreduce or comm.Iallreduce, or by messages of yours.",
+        "other": "The result is wrong. Take the case above by hand: which rows or columns of each has this rank?",
+        "predicts_weights": "Both layers are cut, one by outputs and one by inputs: how much of each has a rank of 4?",
+        "predicts_sums": "rows sum forward, columns backward, once for all layers that read one x. Count both in "
+        "attention and in the feed-forward block, three times, and do not forget the vocabulary.",
+        "predicts_bytes": "What is summed is as long as the block's result, for all tokens, once each way; 4 bytes a "
+        "value.",
         "slow": "Right, but slow beside our layers. Is each product one call of NumPy for all tokens at once?",
     },
     forbidden=(
-        *("Send", "Isend", "Ssend", "Issend", "Recv", "Irecv", "Sendrecv", "send", "isend", "recv", "irecv"),
-        *("sendrecv", "Reduce", "Ireduce", "Allgather", "Allgatherv", "Iallgather", "Gather", "Gatherv", "Alltoall"),
-        *("Reduce_scatter", "Reduce_scatter_block", "Bcast", "allreduce", "reduce", "allgather", "alltoall", "bcast"),
-        *("gather", "scatter", "Scatter", "Scatterv", "Dup", "Split"),
+        *("send", "isend", "recv", "irecv", "sendrecv", "Sendrecv_replace", "Reduce", "Ireduce", "Allgather"),
+        *("Allgatherv", "Iallgather", "Gather", "Gatherv", "Alltoall", "Reduce_scatter", "Reduce_scatter_block"),
+        *("allreduce", "reduce", "allgather", "alltoall", "bcast", "gather", "scatter", "Scatter", "Scatterv"),
+        *("Bcast", "Dup", "Split"),
     ),
 )  # fmt: skip

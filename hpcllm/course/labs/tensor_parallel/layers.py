@@ -19,6 +19,9 @@ from hpcllm.course.lab import LawError, Trial
 Values = NDArray[np.float32]
 Mistakes = Iterable[tuple[str, NDArray[Any] | None]]  # key of the hint, what comes of it; the likeliest first
 
+ROUNDED = 0.01  # of the largest value: fewer bits than float32 has
+LARGEST = 60  # of the values drawn: sums of products are exact in float32, but not in 16 bits
+
 
 class Whole(NamedTuple):
     """A whole layer, what goes in, and the gradient of what comes out."""
@@ -44,7 +47,7 @@ def draw(trial: Trial) -> list[Whole]:
     tokens, inputs, outputs = (trial.case[key] for key in ("tokens", "inputs", "outputs"))
 
     def array(*shape: int) -> Values:
-        values: Values = (drawn.integers(1, 8, shape) * drawn.choice([-1, 1], shape)).astype(np.float32)
+        values: Values = (drawn.integers(1, LARGEST + 1, shape) * drawn.choice([-1, 1], shape)).astype(np.float32)
         return values
 
     x = array(tokens, inputs)
@@ -89,7 +92,8 @@ def compare(trial: Trial, what: str, found: Any, wanted: Values, mistakes: Mista
     first = tuple(int(i) for i in np.argwhere(found != wanted)[0])
     values = f"place {list(first)} is {found[first]:.9g}, not {wanted[first]:.9g}"
     likely = (key for key, made in mistakes if made is not None and made.shape == found.shape and near(found, made))
-    raise LawError(next(likely, "other"), f"{what}: {_place(trial)}: {values}")
+    vague = "rounded" if np.abs(found - wanted).max() <= ROUNDED * np.abs(wanted).max() else "other"
+    raise LawError(next(likely, vague), f"{what}: {_place(trial)}: {values}")
 
 
 def near(found: Values, made: NDArray[Any]) -> bool:
@@ -117,6 +121,8 @@ def _check_columns(trial: Trial, wholes: Sequence[Whole]) -> None:
         product = whole.x @ whole.w.T
         sums = _sum_of_parts(product + whole.b, 1, trial.comm.size)
         mistakes = [("no_bias", product[:, mine]), ("needless_sum", sums)]
+        mistakes += [("divided", (product + whole.b / trial.comm.size)[:, mine])]
+        mistakes += [("turned", whole.x @ whole.w[mine].reshape(whole.w[mine].shape[::-1]) + whole.b[mine])]
         compare(trial, "columns", found, (product + whole.b)[:, mine], mistakes)
 
 
@@ -124,7 +130,9 @@ def _check_rows(trial: Trial, whole: Whole) -> None:
     mine, ranks = own(trial, trial.case["inputs"]), trial.comm.size
     y = call(trial, "rows", whole.x[:, mine].copy(), whole.w[:, mine].copy(), whole.b.copy())
     part, product = whole.x[:, mine] @ whole.w[:, mine].T, whole.x @ whole.w.T
-    mistakes: list[tuple[str, NDArray[Any]]] = [("no_sum", part + whole.b), ("no_sum", part), ("no_bias", product)]
+    turned = whole.x[:, mine] @ whole.w[:, mine].reshape(-1, len(whole.b))
+    mistakes: list[tuple[str, NDArray[Any]]] = [("no_bias", product), ("no_sum", part + whole.b), ("no_sum", part)]
+    mistakes += [("turned", turned + whole.b), ("turned", turned)]
     mistakes += [("bias_often", product + ranks * whole.b), ("mean", product / ranks + whole.b)]
     compare(trial, "rows", y, product + whole.b, [*mistakes, ("mean", (product + whole.b) / ranks)])
 
@@ -167,7 +175,8 @@ def _check_rows_backward(trial: Trial, whole: Whole) -> None:
     arguments = whole.gradient.copy(), whole.x[:, mine].copy(), whole.w[:, mine].copy()
     of_x, *of_weights = unpacked(trial, name, call(trial, name, *arguments), 3)
     wanted = whole.gradient @ whole.w
-    compare(trial, f"{name}, x", of_x, wanted[:, mine], [("needless_sum", _sum_of_parts(wanted, 1, ranks))])
+    mistakes = [("needless_sum", _sum_of_parts(wanted, 1, ranks)), ("divided", wanted[:, mine] / ranks)]
+    compare(trial, f"{name}, x", of_x, wanted[:, mine], mistakes)
     _compare_weights(trial, name, whole, (slice(None), mine), of_weights)
 
 
@@ -176,11 +185,20 @@ def _compare_weights(trial: Trial, name: str, whole: Whole, part: tuple[slice, s
     of_w, of_b = whole.gradient.T @ whole.x, whole.gradient.sum(0)
     tokens, ranks = len(whole.x), trial.comm.size
     axis = 0 if part[1] == slice(None) else 1
-    sums = [("needless_sum", _sum_of_parts(of_w, axis, ranks)), ("token_mean", of_w[part] / tokens)]
-    compare(trial, f"{name}, w", found[0], of_w[part], sums)
-    summed = ranks * of_b if axis else _sum_of_parts(of_b, 0, ranks)
-    mistakes = [("needless_sum", summed), ("token_mean", of_b[part[0]] / tokens)]
-    compare(trial, f"{name}, b", found[1], of_b[part[0]], mistakes)
+    compare(trial, f"{name}, w", found[0], of_w[part], _weight_mistakes(of_w, part, axis, ranks, tokens))
+    mistakes = _weight_mistakes(of_b, part[:1], 0, ranks, tokens)
+    compare(trial, f"{name}, b", found[1], of_b[part[0]], [*mistakes, ("bias_rank", 0 * of_b[part[0]])])
+
+
+def _weight_mistakes(whole: Values, part: tuple[slice, ...], axis: int, ranks: int, tokens: int) -> Mistakes:
+    """List what mistakes make of the gradient of w or b."""
+    own_part = whole[part]
+    return [
+        ("needless_sum", _sum_of_parts(whole, axis, ranks)),
+        ("needless_sum", ranks * own_part),
+        ("token_mean", own_part / tokens),
+        ("divided", own_part / ranks),
+    ]
 
 
 def _sum_of_parts(whole: Values, axis: int, ranks: int) -> Values | None:
