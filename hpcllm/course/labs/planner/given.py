@@ -1,6 +1,6 @@
 """What the functions of this lab take: a model, a layout, a machine. Pure.
 
-devices = dp x tp x pp     batch = dp x microbatches x micro_batch     ranks in order: tp next to each other, then dp, pp
+devices = dp x tp x pp     batch = dp x microbatches x micro_batch     ranks in order: tp as neighbours, dp, pp
 """
 
 from __future__ import annotations

@@ -188,21 +188,25 @@ def ring_seconds(p: int, ranks: int, size_bytes: float, machine: Machine, r: Rul
     return messages * machine.latency_s + factor * size_bytes / (near if is_near else far)
 
 
-def fits(model: Model, layout: Layout, devices: int, batch: int) -> bool:
-    """Return True if a layout takes all devices, and divides the model and the batch."""
-    divided = ((batch, layout.dp * layout.micro_batch), (model.layers, layout.pp), (model.heads, layout.tp),
-               (model.ffn, layout.tp), (model.vocabulary, layout.tp))  # fmt: skip
-    return layout.dp * layout.tp * layout.pp == devices and all(whole % part == 0 for whole, part in divided)
+def divides(model: Model, layout: Layout, batch: int) -> dict[str, bool]:
+    """Return which parts of a layout divide what they share."""
+    by_tp = (model.heads, model.ffn, model.vocabulary)
+    return {
+        "tp": all(whole % layout.tp == 0 for whole in by_tp),
+        "pp": model.layers % layout.pp == 0,
+        "dp": batch % (layout.dp * layout.micro_batch) == 0,
+    }
 
 
-def layouts(model: Model, devices: int, batch: int) -> Iterator[Layout]:
-    """Yield every layout that there is."""
-    for tp, pp in product(divisors(devices), divisors(devices)):
+def layouts(model: Model, devices: int, batch: int, careless: str = "") -> Iterator[Layout]:
+    """Yield every layout that there is; careless: with "tp" or "pp" that need not divide, or "devices" that idle."""
+    sizes = range(1, devices + 1)
+    for tp, pp in product(sizes, sizes):
         dp = devices // (tp * pp)
-        if dp and dp * tp * pp == devices:
+        if dp and (dp * tp * pp == devices or careless == "devices"):
             for micro_batch, recompute, shard in product(divisors(batch), (False, True), (False, True)):
                 layout = Layout(dp, tp, pp, micro_batch, recompute, shard)
-                if fits(model, layout, devices, batch):
+                if all(good or part == careless for part, good in divides(model, layout, batch).items()):
                     yield layout
 
 
