@@ -189,17 +189,17 @@ def ring_seconds(p: int, ranks: int, size_bytes: float, machine: Machine, r: Rul
 
 
 def divides(model: Model, layout: Layout, batch: int) -> dict[str, bool]:
-    """Return which parts of a layout divide what they share."""
+    """Return which of these a layout divides."""
     by_tp = (model.heads, model.ffn, model.vocabulary)
     return {
-        "tp": all(whole % layout.tp == 0 for whole in by_tp),
-        "pp": model.layers % layout.pp == 0,
-        "dp": batch % (layout.dp * layout.micro_batch) == 0,
+        "heads": all(whole % layout.tp == 0 for whole in by_tp),
+        "layers": model.layers % layout.pp == 0,
+        "batch": batch % (layout.dp * layout.micro_batch) == 0,
     }
 
 
 def layouts(model: Model, devices: int, batch: int, careless: str = "") -> Iterator[Layout]:
-    """Yield every layout that there is; careless: with "tp" or "pp" that need not divide, or "devices" that idle."""
+    """Yield every layout that there is; careless: "heads" or "layers" need not divide, or "devices" may idle."""
     sizes = range(1, devices + 1)
     for tp, pp in product(sizes, sizes):
         dp = devices // (tp * pp)

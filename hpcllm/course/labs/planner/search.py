@@ -17,8 +17,8 @@ from hpcllm.course.labs.planner.given import Layout, Machine, Model
 from hpcllm.course.labs.planner.laws import draw_machine, draw_model
 
 NARROW = tuple(each.name for each in reversed(fields(Layout)))  # most easily forgotten first
-CARELESS = ("micro_batch", "recompute", "shard", "tp", "pp", "devices", "memory", "activations")
-MOST_DRAWS = 60  # until a case tells
+CARELESS = ("micro_batch", "recompute", "shard", "heads", "layers", "devices", "memory", "activations")
+MOST_DRAWS = 150  # until a case tells
 CLEARLY = 1e-3  # relative
 Found = tuple[Layout, float, float]  # a layout, its seconds and its bytes
 
@@ -60,7 +60,7 @@ def tells(case: Mapping[str, Any], careless: str) -> bool:
     best = ours.best_layout(model, machine, devices, batch)
     if best is None:
         return False
-    part = careless if careless in ("tp", "pp", "devices") else ""
+    part = careless if careless in ("heads", "layers", "devices") else ""
     limit = machine.memory_bytes if careless != "memory" else float("inf")
     without = "activations" if careless == "activations" else ""
     there = [each for each in ours.layouts(model, devices, batch, part) if memory(model, each, batch, without) <= limit]
