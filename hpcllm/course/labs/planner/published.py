@@ -83,13 +83,15 @@ def planned(group: Group) -> list[float]:
 
 
 def times_race(trial: Trial) -> Iterator[Row]:
-    """Compare the seconds of all published runs but those that calibrate."""
-    for number, group in enumerate(read_groups()):
+    """Compare the seconds of all published runs but those that calibrate, short steps first."""
+    rows = []
+    for group in read_groups():
         both = zip(group.runs[1:], predicted(trial.student, group), planned(group), strict=True)
-        for place, (run, seconds, plan) in enumerate(both):
+        for run, seconds, plan in both:
             keys = run.layout
             label = f"{group.name}, dp={keys.dp} tp={keys.tp} pp={keys.pp} micro_batch={keys.micro_batch}"
-            yield Row(label, 100.0 * (number + 1) + place, seconds, run.seconds, native=plan)
+            rows.append(Row(label, run.seconds, seconds, run.seconds, native=plan))
+    yield from sorted(rows, key=lambda row: row.x)
 
 
 def order_race(trial: Trial) -> Iterator[Row]:

@@ -34,7 +34,7 @@ def cases(drawn: random.Random, _: int) -> Iterator[Mapping[str, Any]]:
 def draw(drawn: random.Random) -> dict[str, Any]:
     """Draw devices, a batch, and which share of the range of layouts' memory there is."""
     devices, batch = drawn.choice(((6, 24), (8, 16), (8, 24), (12, 24), (12, 16)))
-    share, latency = drawn.choice((0.01, 0.03, 0.1, 0.3)), drawn.randrange(4)
+    share, latency = drawn.choice((0.01, 0.03, 0.1, 0.3)), drawn.choice((0, 0, 0, 1, 2, 3))
     return {"devices": devices, "batch": batch, "share": share, "latency": latency, "seed": drawn.getrandbits(32)}
 
 
@@ -42,11 +42,15 @@ def machine_of(case: Mapping[str, Any]) -> tuple[Model, Machine]:
     """Draw the model and the machine of a case; memory by our own formula."""
     drawn = random.Random(case["seed"])
     model = draw_model(drawn, drawn.choice((4, 6, 8)))
-    machine = draw_machine(drawn, drawn.choice((2, 4)))
+    machine = draw_machine(drawn, drawn.choice((2, 4, 16)))
     sizes = [memory(model, each, case["batch"]) for each in ours.layouts(model, case["devices"], case["batch"])]
     least, most = min(sizes, default=1.0), max(sizes, default=1.0)
     enough = least + case["share"] * (most - least) if case["share"] > 0 else least / 2
-    return model, replace(machine, memory_bytes=enough, latency_s=machine.latency_s * 10.0 ** (case["latency"] - 2))
+    latency_s, near = (
+        machine.latency_s * 10.0 ** (case["latency"] - 2),
+        machine.near_bytes_per_s * drawn.choice((1, 100)),
+    )
+    return model, replace(machine, memory_bytes=enough, latency_s=latency_s, near_bytes_per_s=near)
 
 
 def memory(model: Model, layout: Layout, batch: int, without: str = "") -> float:
