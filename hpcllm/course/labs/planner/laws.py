@@ -121,23 +121,21 @@ def check_memory(trial: Trial) -> None:
     """Compare bytes, kind by kind, with those of our models and our planner."""
     model, layout, _, batch = step_of(trial)
     found, wanted = memory_of(trial.student, model, layout, batch), planned_memory(model, layout, batch)
-    known = (
-        (mistakes.WEIGHTS, mistakes.SIZES),
-        (mistakes.WEIGHTS, mistakes.SIZES, mistakes.STATES),
-        (mistakes.ACTIVATIONS,),
-    )
-    by_kind = dict(zip(ours.KINDS, (known[0], known[1], known[1], known[2]), strict=True))
     for kind in ours.KINDS:
         near = ACTIVATIONS_NEAR if kind == "activations" else ours.NEAR
         if not is_near(found[kind], wanted[kind], near):
-            near = near / 4 if kind == "activations" else near
-            key = _memory_mistake(found[kind], kind, (model, layout, batch), by_kind[kind], near)
+            key = memory_mistake(found[kind], kind, model, layout, batch)
             said = f"{kind} of {layout}, batch = {batch}: {found[kind]:.10g} bytes, not {wanted[kind]:.10g}"
             raise LawError(key, f"{said}; {model}")
 
 
-def _memory_mistake(found: float, kind: str, case: tuple[Model, Layout, int], known: Any, near: float) -> str:
-    return likely(found, lambda rules: ours.memory_bytes(*case, rules)[kind], *known, near=near)
+def memory_mistake(found: float, kind: str, model: Model, layout: Layout, batch: int) -> str:
+    """Return the key of the mistake that gives so many bytes of a kind."""
+    if kind == "activations":
+        known, near = [mistakes.ACTIVATIONS], ACTIVATIONS_NEAR / 4
+    else:
+        known, near = [mistakes.WEIGHTS, mistakes.STATES, mistakes.SIZES], ours.NEAR
+    return likely(found, lambda rules: ours.memory_bytes(model, layout, batch, rules)[kind], *known, near=near)
 
 
 def memory_of(student: Any, model: Model, layout: Layout, batch: int) -> dict[str, float]:
@@ -168,10 +166,8 @@ def check_time(trial: Trial) -> None:
     found, wanted = float(trial.student.step_seconds(*case)), ours.step_seconds(*case)
     if not is_near(found, wanted):
         key = likely(found, lambda rules: ours.step_seconds(*case, rules), mistakes.TIME)
-        _, layout, machine, batch = case
-        raise LawError(
-            key, f"{trial.case['part']}: {layout}, batch = {batch}, {machine}: {found:.8g} s, not {wanted:.8g} s"
-        )
+        said = ", ".join(map(str, case))
+        raise LawError(key, f"{trial.case['part']}: {found:.8g} s, not {wanted:.8g} s: {said} (batch)")
 
 
 def check_never_worse(trial: Trial) -> None:
@@ -200,20 +196,19 @@ def check_efficiency(trial: Trial) -> None:
     unknown = replace(machine, efficiency=1.0)
     found = float(student.sustained_efficiency(model, layout, unknown, batch, seconds))
     if not is_near(found, machine.efficiency, ours.NEAR):
-        work_s = model_work(model, layout, unknown, batch)
-        is_share = any(is_near(found, again * work_s / seconds) for again in (1, 0.75))
-        key = (
-            "share_of_peak"
-            if is_share
-            else "upside_down"
-            if is_near(found, 1 / machine.efficiency)
-            else "efficiency_off"
-        )
         said = f"{layout}, batch = {batch}: {seconds:.6g} s are {machine.efficiency:.6g} of the peak, not {found:.6g}"
-        raise LawError(key, said)
+        share = work_s(model, layout, unknown, batch) / seconds
+        raise LawError(efficiency_mistake(found, machine.efficiency, share), said)
 
 
-def model_work(model: Model, layout: Layout, machine: Machine, batch: int) -> float:
+def efficiency_mistake(found: float, wanted: float, share: float) -> str:
+    """Return the key of a mistake. share: the step's work at the peak, over its seconds."""
+    if is_near(found, share) or is_near(found, 0.75 * share):  # with what is recomputed, and without
+        return "share_of_peak"
+    return "upside_down" if is_near(found, 1 / wanted) else "efficiency_off"
+
+
+def work_s(model: Model, layout: Layout, machine: Machine, batch: int) -> float:
     """Return the seconds of the work alone at the peak."""
     devices = layout.dp * layout.tp * layout.pp
     again = 4 / 3 if layout.recompute else 1.0
