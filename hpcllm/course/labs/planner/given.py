@@ -1,4 +1,4 @@
-"""What the functions of this lab take: a model, a layout, a machine. Pure.
+"""Records that the functions of this lab take: a model, a layout, a machine. Pure.
 
 devices = dp x tp x pp     batch = dp x microbatches x micro_batch     ranks in order: tp as neighbours, dp, pp
 """
@@ -23,7 +23,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is spread over devices. The schedule is 1F1B."""
+    """A way to spread a step over devices. The schedule is 1F1B."""
 
     dp: int = 1  # replicas of the model
     tp: int = 1  # devices that share each layer

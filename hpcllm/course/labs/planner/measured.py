@@ -1,6 +1,6 @@
 """Steps of a small run, predicted by a student's formula after one layout has calibrated it, all in one run by turns.
 
-2 ranks     replicas           seconds --sustained_efficiency--> machine.efficiency      |  the other ranks sleep
+2 ranks     replicas           seconds --sustained_efficiency--> efficiency      |  the other ranks sleep
             sum of gradients   seconds --> bytes a second                                |
             short sum          seconds --> latency                                       |
             other layouts      seconds  <-->  step_seconds

@@ -32,7 +32,7 @@ def step_seconds(model: Model, layout: Layout, machine: Machine, batch: int) -> 
 
 
 def sustained_efficiency(model: Model, layout: Layout, machine: Machine, batch: int, seconds: float) -> float:
-    """Find the efficiency with which step_seconds gives what was measured, whatever machine.efficiency says."""
+    """Find the efficiency with which step_seconds gives what was measured, whatever the machine says."""
     raise NotImplementedError
 
 

@@ -1,7 +1,7 @@
 """Published runs, predicted by a student's formula after one of their rows has calibrated it.
 
 published.toml --> groups of rows that differ in layout alone
-    first row       seconds --sustained_efficiency--> machine.efficiency
+    first row       seconds --sustained_efficiency--> efficiency
     other rows      step_seconds --> beside what was measured, and what `hpcllm plan` says
 """
 
