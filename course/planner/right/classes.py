@@ -127,4 +127,4 @@ def fits(model, layout, machine, batch):
     return sum(memory_bytes(model, layout, batch).values()) <= machine.memory_bytes
 
 
-PREDICTIONS = {"parameters": 175, "memory": 18.5, "step": 72.0}
+PREDICTIONS = {"billions": 175, "gigabytes": 18.5, "seconds": 72.0}

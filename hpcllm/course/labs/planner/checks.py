@@ -68,9 +68,9 @@ LAB = Lab(
              against="measured", both_ways=True, native_label="hpcllm plan"),
     ),
     predictions=(
-        Prediction("parameters", "billions of parameters of the sheet's GPT", 5, parameters_billion, within=1.005),
-        Prediction("memory", "GB of a device of its first stage", 5, memory_gb, within=1.03),
-        Prediction("step", "seconds of its step", 5, step_s, within=1.03),
+        Prediction("billions", "billions of parameters of the sheet's GPT", 5, parameters_billion, within=1.005),
+        Prediction("gigabytes", "GB of a device of its first stage", 5, memory_gb, within=1.03),
+        Prediction("seconds", "seconds of its step", 5, step_s, within=1.03),
     ),
     hints=HINTS,
 )  # fmt: skip

@@ -42,7 +42,7 @@ def best_layout(model: Model, machine: Machine, devices: int, batch: int) -> Lay
 
 
 PREDICTIONS: dict[str, float | None] = {  # of the sheet's GPT
-    "parameters": None,  # billions of them
-    "memory": None,  # GB (10^9 bytes) of a device of the first stage
-    "step": None,  # seconds of a step
+    "billions": None,  # of parameters, in 10^9
+    "gigabytes": None,  # of a device of the first stage, 10^9 bytes each
+    "seconds": None,  # of a step
 }
