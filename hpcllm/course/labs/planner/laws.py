@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hpcllm.config.schema import ModelConfig
@@ -131,11 +132,14 @@ def check_memory(trial: Trial) -> None:
 
 def memory_mistake(found: float, kind: str, model: Model, layout: Layout, batch: int) -> str:
     """Return the key of the mistake that gives so many bytes of a kind."""
-    if kind == "activations":
-        known, near = [mistakes.ACTIVATIONS], ACTIVATIONS_NEAR / 4
-    else:
-        known, near = [mistakes.WEIGHTS, mistakes.STATES, mistakes.SIZES], ours.NEAR
-    return likely(found, lambda rules: ours.memory_bytes(model, layout, batch, rules)[kind], *known, near=near)
+    known = [mistakes.ACTIVATIONS] if kind == "activations" else [mistakes.WEIGHTS, mistakes.STATES, mistakes.SIZES]
+    nears = (ours.NEAR, ACTIVATIONS_NEAR / 4) if kind == "activations" else (ours.NEAR,)
+    formula = partial(_bytes_by, kind, model, layout, batch)
+    return next((key for near in nears if (key := likely(found, formula, *known, near=near)) != "other"), "other")
+
+
+def _bytes_by(kind: str, model: Model, layout: Layout, batch: int, rules: ours.Rules) -> float:
+    return ours.memory_bytes(model, layout, batch, rules)[kind]
 
 
 def memory_of(student: Any, model: Model, layout: Layout, batch: int) -> dict[str, float]:
