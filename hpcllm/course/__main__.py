@@ -183,12 +183,18 @@ def _demo(arguments: argparse.Namespace) -> int:
     check_writable(arguments.plot)
     found = _graded(entry, None, "")
     _draw(arguments, found, entry)
-    units = {race.name: race.unit for race in load_lab(entry).races}
+    races = {race.name: race for race in load_lab(entry).races}
     lines = [f"lab {entry.name}: {entry.title}, by our own functions", ""]
     for part in found.parts:
         if part.rows:
-            cells = [[row.label, *map(_seconds, (row.ours, row.native, row.bound))] for row in part.rows]
-            head = ["", *(f"{whose} {units[part.name]}" for whose in ("ours", "library", "bound"))]
+            race = races[part.name]
+            if race.both_ways:
+                cells = [[row.label, *map(_seconds, (row.student, row.ours, row.native))] for row in part.rows]
+                columns = ("predicted", race.against, race.native_label)
+            else:
+                cells = [[row.label, *map(_seconds, (row.ours, row.native, row.bound))] for row in part.rows]
+                columns = ("ours", "library", "bound")
+            head = ["", *(f"{whose} {race.unit}" for whose in columns)]
             lines += [part.name, *table(head, cells, gap="  "), ""]
     show(arguments, found.as_dict(), lines[:-1])
     return 0

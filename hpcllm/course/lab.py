@@ -134,7 +134,13 @@ class Race:
     x_label: str = "bytes"
     unit: str = "s"
     native_label: str = "the MPI library"
+    against: str = "ours"  # what the student's numbers are held against
+    both_ways: bool = False  # a number that is too small is as bad as one that is too large
     limit_s: float = 60.0  # of a row
+
+    def ratio(self, row: Row) -> float:
+        """Return what is judged of a row: times as much as ours, or off either way."""
+        return max(row.ratio, 1 / row.ratio) if self.both_ways else row.ratio
 
 
 @dataclass(frozen=True)

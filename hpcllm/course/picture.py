@@ -26,7 +26,9 @@ def draw(found: Grade, lab: Lab, path: Path) -> None:
         raise ConfigError(f"nothing to draw in {str(path)!r}: no race was run, as races come after the laws")
     with plotting.figure(WIDTH_INCHES, [PANEL_INCHES] * len(raced)) as (made, panels):
         for panel, (part, race) in zip(panels, raced, strict=True):
-            for number, (name, label) in enumerate({**LINES, "native": race.native_label}.items()):
+            for number, (name, label) in enumerate(
+                {**LINES, "ours": race.against, "native": race.native_label}.items()
+            ):
                 points = [(row.x, getattr(row, name)) for row in part.rows if getattr(row, name) is not None]
                 if points:
                     style = plotting.line_style(number)

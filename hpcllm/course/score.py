@@ -118,9 +118,10 @@ def _races(lab: Lab, outcome: Outcome) -> Iterator[Part]:
 
 
 def _raced(lab: Lab, race: Race, rows: Sequence[Row]) -> dict[str, Any]:
-    ratio = statistics.median(row.ratio for row in rows)
+    ratio = statistics.median(race.ratio(row) for row in rows)
     share = next((share for most, share in race.bands if ratio <= most), 0.0)
-    found: dict[str, Any] = {"earned": race.points * share, "seen": f"{ratio:.2f} of ours"}
+    words = f"times off what was {race.against}" if race.both_ways else f"of {race.against}"
+    found: dict[str, Any] = {"earned": race.points * share, "seen": f"{ratio:.2f} {words}"}
     if share < 1:
         found |= {"hint_key": race.hint, "hint": lab.hint(race.hint)}
         found["seen"] += f"; full points up to {race.bands[0][0]:g}"

@@ -1,6 +1,7 @@
 """A small run of the real trainer, for laws that put the student's function into it. Imports torch.
 
 text of random words --prepare--> token store --train--> losses: with the student's function as with ours
+                                              --one_step--> timed by a lab
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from typing import Any
 
 from mpi4py import MPI
 
-from hpcllm.config.schema import from_tables
+from hpcllm.config.schema import Config, from_tables
 from hpcllm.data.prepare import PrepareOptions, prepare
 from hpcllm.optim.adamw import learning_rate
 from hpcllm.training.requests import NO_REQUESTS
-from hpcllm.training.setup import open_run
+from hpcllm.training.setup import RunContext, open_run
 from hpcllm.training.step import agree, forward_backward, update
 
 WORDS = ("ring", "rank", "stage", "chunk", "sum", "of", "the", "\n")
@@ -33,8 +34,8 @@ def make_store(folder: Path, comm: MPI.Intracomm) -> Path:
     return output
 
 
-def train_losses(store: Path, comm: MPI.Intracomm, steps: int, **tables: dict[str, Any]) -> list[float]:
-    """Train a small model and return the loss of each step; tables of the run file go first. Collective over comm."""
+def small_config(store: Path, steps: int, **tables: dict[str, Any]) -> Config:
+    """Make the configuration of a small model's run; tables of the run file go first."""
     base: dict[str, dict[str, Any]] = {
         "run": {"name": "lab", "folder": str(store.parent / "runs"), "steps": steps},
         "model": {"layers": 4, "hidden": 16, "heads": 2, "ffn": 32, "max_sequence": 16},
@@ -44,13 +45,19 @@ def train_losses(store: Path, comm: MPI.Intracomm, steps: int, **tables: dict[st
         "log": {"trackers": []},
     }
     names = dict.fromkeys([*base, *tables])
-    config = from_tables({name: base.get(name, {}) | tables.get(name, {}) for name in names})
-    losses = []
+    return from_tables({name: base.get(name, {}) | tables.get(name, {}) for name in names})
+
+
+def train_losses(store: Path, comm: MPI.Intracomm, steps: int, **tables: dict[str, Any]) -> list[float]:
+    """Train a small model and return the loss of each step; tables of the run file go first. Collective over comm."""
+    config = small_config(store, steps, **tables)
     with open_run(config, comm) as run:
-        for step in range(steps):
-            before = run.traffic()
-            local = forward_backward(run, step, step * config.data.global_batch)
-            agreed = agree(run, local, NO_REQUESTS, run.traffic() - before)
-            update(run, agreed.gradient_norm, learning_rate(step, steps, config.optimizer))
-            losses.append(float(agreed.loss))
-    return losses
+        return [one_step(run, step, step * config.data.global_batch) for step in range(steps)]
+
+
+def one_step(run: RunContext, step: int, position: int) -> float:
+    """Do a step with the samples from `position`, and return its loss. Collective over the run's ranks."""
+    before, config = run.traffic(), run.config
+    agreed = agree(run, forward_backward(run, step, position), NO_REQUESTS, run.traffic() - before)
+    update(run, agreed.gradient_norm, learning_rate(step, config.run.steps, config.optimizer))
+    return float(agreed.loss)

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -124,7 +124,8 @@ def test_a_race_earns_no_more_the_slower_it_is(name, ratio):
     ]
     races = [part for part in grade(lab, outcome(rows), {}).parts if part.stage == "races"]
     for part, race in zip(races, lab.races, strict=True):
-        assert part.earned == race.points * next((share for most, share in race.bands if ratio <= most), 0)
+        judged = max(ratio, 1 / ratio) if race.both_ways else ratio
+        assert part.earned == race.points * next((share for most, share in race.bands if judged <= most), 0)
         assert bool(part.hint) == (part.earned < race.points)
 
 
@@ -144,6 +145,18 @@ def test_a_prediction_is_right_within_its_factor_on_both_sides(predicted, within
     part = next(part for part in grade(lab, outcome([record]), {}).parts if part.name == key)
     assert part.earned == (part.points if is_right else 0)
     assert ("6" in part.seen.split()[-1]) == is_right  # a wrong one does not learn the number
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.04, 2.0])
+def test_a_race_against_what_was_measured_judges_too_little_as_too_much(factor):
+    lab = load_lab(LABS["planner"])
+    number, race = next((number, race) for number, race in enumerate(lab.races) if race.both_ways)
+    row = asdict(Row("a layout", 1.0, 3 * factor, 3.0))
+    part = next(part for part in grade(lab, outcome([{"event": "row", "part": number, "row": row}]), {}).parts
+                if part.name == race.name)  # fmt: skip
+    off = max(factor, 1 / factor)
+    assert part.seen.startswith(f"{off:.2f} times off what was measured")
+    assert (part.earned == part.points) == (off <= race.bands[0][0])
 
 
 def test_ranks_are_started_by_what_is_there(tmp_path):
