@@ -1,0 +1,316 @@
+"""Laws about orders, faults, deaths and losses of power, on forked ranks: `python -m ...scenarios JOB.json`.
+
+    checks.py, rank 0  --JOB.json-->  scenarios.py: loads the student's file, forks ranks by the hundred
+                      <--JOB.json.result--  [] or [hint, what was shown]
+
+Every scenario begins with a folder that has the whole checkpoint of an older step, and ends with a look at the folder
+by processes that know nothing of what happened. MPI is
+loaded and never started: that is left to the environment, MPI4PY_RC_INITIALIZE.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcllm.course.lab import LawError
+from hpcllm.course.labs.checkpoint import forked
+from hpcllm.course.labs.checkpoint.disk import losses
+from hpcllm.course.labs.checkpoint.scheduler import Fault, Run, run
+from hpcllm.course.labs.checkpoint.states import State, compare, draw, path_of
+from hpcllm.course.ranks import load_file
+
+OLD, NEW = 9, 10  # steps: in the order of text the other way round
+VALUES = 60
+MOST_POINTS = 44  # of the moments of death that are tried
+CAN_FAIL = ("open", "write", "sync", "rename")
+
+
+@dataclass
+class Bench:
+    """A student's functions, and states to save with them."""
+
+    student: Any
+    folder: Path
+    ranks: int
+    random: random.Random
+    base: Path = field(init=False)
+    made: int = 0
+
+    def __post_init__(self) -> None:
+        """Make the folder that every scenario begins with."""
+        self.old, self.new, self.again = (draw(self.random, VALUES, self.ranks) for _ in range(3))
+        self.small = draw(self.random, VALUES // 4, self.ranks)
+        self.base = self.folder / "base"
+        self.base.mkdir(parents=True)
+        self.save(self.base, OLD, self.old, asks=False)
+
+    def fresh(self) -> Path:
+        """Copy the base."""
+        self.made += 1
+        folder = self.folder / f"{self.made}"
+        shutil.copytree(self.base, folder)
+        return folder
+
+    def save(self, folder: Path, step: int, state: State, order: Sequence[int] = (), fault: Fault | None = None,
+             asks: bool = True) -> Run:  # fmt: skip
+        """Save on all ranks."""
+        return run(self.ranks, lambda comm: self.student.save(comm, folder, step, state.parts(comm.rank)), order,
+                   fault, asks)  # fmt: skip
+
+    def newest(self, folder: Path, candidates: Sequence[tuple[int, State]]) -> tuple[int, str]:
+        """Look at a folder by one process: number of the candidate that is there, or -1, and what was seen."""
+
+        def look(comm: forked.GroupComm) -> tuple[int, str]:
+            path = self.student.newest(folder)
+            if path is None:
+                return -1, "newest finds none"
+            found, seen = self.student.load(comm, folder), ""
+            for number, (step, state) in enumerate(candidates):
+                try:
+                    compare(found, step, state.arrays, f"{path.name}")
+                except LawError as wrong:
+                    seen = seen or wrong.shown
+                else:
+                    if path.name == path_of(folder, step).name:
+                        return number, ""
+                    seen = f"newest says {path.name}, load returns step {step}"
+            return -1, seen
+
+        end = run(1, look, asks=False).ends[0]
+        if not end or end.how == "raised":
+            return -1, f"newest or load raises {end.value if end else ''}"
+        number, seen = end.value
+        return int(number), str(seen)
+
+    def check(self, folder: Path, ran: Run, told: str, step: int = NEW, state: State | None = None) -> bool:
+        """Look after something went wrong: old or new, whole, and new where a rank had returned. True: it is new."""
+        wanted = [(step, state or self.new), (OLD, self.old)]
+        number, seen = self.newest(folder, wanted)
+        if number and path_of(folder, step).exists():
+            renamed = any(e.call.name in ("rename", "link") and e.call.target.endswith(".ckpt") for e in ran.events)
+            raise LawError("renamed_early" if renamed else "no_temporary",
+                           f"{told}: a file is named step_{step}.ckpt and is not whole")  # fmt: skip
+        if number < 0:
+            raise LawError("lost", f"{told}: the older checkpoint is not found, either: {seen}")
+        if number and ran.returned():
+            ranks = ", ".join(map(str, ran.returned()))
+            raise LawError(
+                "returned_early", f"{told}: save had returned on rank {ranks}, and there is no new checkpoint"
+            )
+        return number == 0
+
+
+def orders(ranks: int) -> Iterator[tuple[str, list[int]]]:
+    """Yield orders in which one rank goes on before all others, or after them."""
+    for rank in range(ranks):
+        others = [other for other in range(ranks) if other != rank]
+        yield f"rank {rank} of {ranks} ahead of the others", [rank, *others]
+        if ranks > 2:
+            yield f"rank {rank} of {ranks} behind the others", [*others, rank]
+
+
+def check_orders(bench: Bench) -> None:
+    """Save in many orders: the file is whole in each. If it is in none, other laws say why."""
+    wrong, right = "", 0
+    for told, order in orders(bench.ranks):
+        folder = bench.fresh()
+        ran = bench.save(folder, NEW, bench.new, order)
+        _check_ended(ran, told)
+        raised = [f"{end.value} on rank {rank}" for rank, end in enumerate(ran.ends) if end and end.how == "raised"]
+        number, seen = bench.newest(folder, [(NEW, bench.new)])
+        right += number == 0 and not raised
+        wrong = wrong or (f"{told}: {(raised or [seen])[0]}" if number or raised else "")
+    if wrong and right:
+        raise LawError("order", wrong)
+
+
+def _check_ended(ran: Run, told: str) -> None:
+    if not all(ran.ends) and all(end is None or end.how == "returned" for end in ran.ends):
+        waits = "; ".join(f"rank {rank} waits in comm.{name}" for rank, name in enumerate(ran.waiting) if name)
+        raise LawError("deadlock", f"{told}: {waits}")
+
+
+def written(ran: Run, rank: int) -> int:
+    """Return the bytes that a rank has written."""
+    return sum(len(event.call.data) for event in ran.events if event.rank == rank and event.call.name == "write")
+
+
+def check_at_once(bench: Bench) -> None:
+    """Let one rank after another stop at its first write: the others write nevertheless, each its own part."""
+    clean = bench.save(bench.fresh(), NEW, bench.new)
+    for rank in range(bench.ranks):
+        own = bench.new.own_bytes(rank)
+        if written(clean, rank) < own:
+            raise LawError("gathered", f"rank {rank} of {bench.ranks} writes {written(clean, rank)} bytes of its {own}")
+    for held in range(1, bench.ranks):
+        ran = bench.save(bench.fresh(), NEW, bench.new, fault=Fault(held, "hold", names=("write",)))
+        for rank in set(range(bench.ranks)) - {held}:
+            if written(ran, rank) < bench.new.own_bytes(rank) and ran.was_hit:
+                raise LawError("in_turn", f"{bench.ranks} ranks: rank {rank} does not write before rank {held} has")
+
+
+def check_faults(bench: Bench) -> None:
+    """Let each call of each rank fail once, as on a full disk: all raise. Then let it write half of what it should."""
+    clean = bench.save(bench.fresh(), NEW, bench.new)
+    for rank, index, name in points(clean, CAN_FAIL, bench.random):
+        folder = bench.fresh()
+        told = f"{bench.ranks} ranks, call {index + 1} of rank {rank} ({name}) fails"
+        ran = bench.save(folder, NEW, bench.new, fault=Fault(rank, "fail", index))
+        _check_all_raised(ran, told)
+        bench.check(folder, Run([], ran.events, [], True, []), told)
+    for rank, index, name in points(clean, ("write",), bench.random):
+        folder = bench.fresh()
+        bench.save(folder, NEW, bench.new, fault=Fault(rank, "short", index))
+        number, seen = bench.newest(folder, [(NEW, bench.new)])
+        if number:
+            told = f"{bench.ranks} ranks, call {index + 1} of rank {rank} ({name}) writes half of its bytes"
+            raise LawError("short_write", f"{told}: {seen}")
+
+
+def points(clean: Run, names: Sequence[str], drawn: random.Random) -> list[tuple[int, int, str]]:
+    """List rank, index and name of calls, at most MOST_POINTS of them."""
+    found = [
+        (rank, index, call.name)
+        for rank, calls in enumerate(clean.calls)
+        for index, call in enumerate(calls)
+        if call.name in names or not names
+    ]
+    return sorted(drawn.sample(found, MOST_POINTS)) if len(found) > MOST_POINTS else found
+
+
+def _check_all_raised(ran: Run, told: str) -> None:
+    if not ran.was_hit:
+        return
+    hows = [end.how if end else "waits" for end in ran.ends]
+    if "raised" not in hows and "waits" not in hows:
+        raise LawError("ignored", f"{told}, and save returns")
+    if set(hows) != {"raised"}:
+        words = {"waits": "waits for ever", "returned": "returns", "raised": "raises"}
+        said = ", ".join(f"rank {rank} {words[how]}" for rank, how in enumerate(hows))
+        raise LawError("alone", f"{told}: {said}")
+
+
+def check_killed(bench: Bench) -> None:
+    """Kill each rank before each of its calls, and within each write, while it is ahead of the others and behind."""
+    for told, order in orders(bench.ranks):
+        number = order[0] if "ahead" in told else order[-1]
+        clean = bench.save(bench.fresh(), NEW, bench.new, order)
+        for rank, index, name in points(clean, (), bench.random):
+            if rank == number:
+                for deed in ("kill", "torn") if name == "write" else ("kill",):
+                    moment = "in" if deed == "torn" else "before"
+                    fault = Fault(rank, "torn" if deed == "torn" else "kill", index)
+                    _kill(bench, order, fault, f"{told}, killed {moment} its call {index + 1} ({name})")
+    if bench.ranks == 1:
+        _kill_again(bench)
+
+
+def _kill(bench: Bench, order: Sequence[int], fault: Fault, told: str) -> None:
+    """Kill, look, then save a smaller state of the same step over whatever was left."""
+    folder = bench.fresh()
+    bench.check(folder, bench.save(folder, NEW, bench.new, order, fault), told)
+    ran = bench.save(folder, NEW, bench.small)
+    raised = [str(end.value) for end in ran.ends if end and end.how == "raised"]
+    if raised:
+        raise LawError("leftover", f"{told}: the next save raises {raised[0]}")
+    number, seen = bench.newest(folder, [(NEW, bench.small)])
+    if number:
+        clean = bench.fresh()
+        bench.save(clean, NEW, bench.small)
+        is_longer = _size(path_of(folder, NEW)) > _size(path_of(clean, NEW))
+        raise LawError("not_truncated" if is_longer else "leftover", f"{told}: the next, smaller save: {seen}")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _kill_again(bench: Bench) -> None:
+    """Kill while a step is saved anew that is there already: one of the two is there afterwards."""
+    base = bench.fresh()
+    bench.save(base, NEW, bench.new)
+    clean = bench.save(_copied(base), NEW, bench.again)
+    for rank, index, name in points(clean, (), bench.random):
+        folder = _copied(base)
+        bench.save(folder, NEW, bench.again, fault=Fault(rank, "torn" if name == "write" else "kill", index))
+        number, seen = bench.newest(folder, [(NEW, bench.new), (NEW, bench.again)])
+        if number < 0:
+            told = f"step {NEW} is saved anew, killed at call {index + 1} ({name})"
+            raise LawError("lost", f"{told}: neither the one nor the other is there: {seen}")
+        shutil.rmtree(folder)
+
+
+def _copied(folder: Path) -> Path:
+    copy = folder.with_name(f"{folder.name} copy")
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    return copy
+
+
+def check_power(bench: Bench) -> None:
+    """Take the power away after each call, in two orders."""
+    files = {path.name: (path.stat().st_ino, path.read_bytes()) for path in bench.base.iterdir()}
+    for order in (list(range(bench.ranks)), list(range(bench.ranks))[::-1]):
+        made = _saved_in_place(bench, order)
+        for left in losses(files, made.events, bench.ranks):
+            folder = bench.folder / f"left {bench.made}"
+            bench.made += 1
+            folder.mkdir()
+            for name, content in left.files.items():
+                (folder / name).write_bytes(content)
+            names = "and the new names are there" if left.has_names else "and names are as they were at the last sync"
+            _check_left(bench, folder, left.returned, left.has_names, f"power lost after {left.last}, {names}")
+
+
+def _saved_in_place(bench: Bench, order: Sequence[int]) -> Run:
+    """Save in the base itself, whose inodes are known, and take the new file away."""
+    before = {path.name for path in bench.base.iterdir()}
+    ran = bench.save(bench.base, NEW, bench.new, order)
+    for path in bench.base.iterdir():
+        if path.name not in before:
+            path.unlink()
+    return ran
+
+
+def _check_left(bench: Bench, folder: Path, returned: int, has_names: bool, told: str) -> None:
+    number, seen = bench.newest(folder, [(NEW, bench.new), (OLD, bench.old)])
+    if number and path_of(folder, NEW).exists():
+        raise LawError("not_synced", f"{told}: step_{NEW}.ckpt is there, and is not whole")
+    if number < 0:
+        raise LawError("lost", f"{told}: {seen}")
+    if number and returned:
+        raise LawError("not_synced" if has_names else "folder_not_synced",
+                       f"{told}: save had returned, and the new checkpoint is gone")  # fmt: skip
+
+
+CHECKS: dict[str, Callable[[Bench], None]] = {
+    "orders": check_orders,
+    "at once": check_at_once,
+    "faults": check_faults,
+    "killed": check_killed,
+    "power": check_power,
+}
+
+
+def main() -> None:
+    """Run the law that a job file names."""
+    path = Path(sys.argv[1])
+    job = json.loads(path.read_text(encoding="utf-8"))
+    forked.install()
+    found: list[str] = []
+    try:
+        student = load_file(Path(job["file"]))
+        CHECKS[job["law"]](Bench(student, Path(job["folder"]), job["ranks"], random.Random(job["seed"])))
+    except LawError as wrong:
+        found = [wrong.hint, wrong.shown]
+    path.with_suffix(".result").write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
