@@ -103,7 +103,8 @@ def is_whole(path):
 
 
 def newest(folder):
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := re.fullmatch(r"step_(\d+)\.ckpt", path.name))]
+    names = [(re.fullmatch(r"step_(\d+)\.ckpt", path.name), path) for path in folder.iterdir()]
+    found = [(int(name[1]), path) for name, path in names if name]
     for _, path in sorted(found, reverse=True):
         if is_whole(path):
             return path

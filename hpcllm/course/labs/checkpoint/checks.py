@@ -96,7 +96,10 @@ def check_round_trip(trial: Trial) -> None:
 
 def compare_load(trial: Trial, comm: Any, folder: Path, step: int, state: Any, place: str) -> None:
     """Load, and compare with the state as the student's own_range cuts it."""
-    found = trial.student.load(comm, folder)
+    try:
+        found = trial.student.load(comm, folder)
+    except FileNotFoundError as error:
+        raise LawError("not_found", f"{place}: right after save: FileNotFoundError: {error}") from error
     wanted = {}
     for name, array in state.arrays.items():
         start, end = trial.student.own_range(array.size, comm)

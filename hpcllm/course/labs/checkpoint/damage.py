@@ -80,18 +80,18 @@ def _check_flips(trial: Trial, folder: Path, data: bytes, drawn: random.Random) 
         raise LawError("no_checksum" if len(unnoticed) > len(places) / 2 else "checksum_part", said)
 
 
-def _newest(trial: Trial, folder: Path, told: str) -> Path | None:
+def _newest(trial: Trial, folder: Path, told: str, hint: str = "damage_raises") -> Path | None:
     try:
         found = trial.student.newest(folder)
     except NotImplementedError:
         raise
     except Exception as error:
-        raise LawError("damage_raises", f"{told}: newest raises {type(error).__name__}: {error}") from error
+        raise LawError(hint, f"{told}: newest raises {type(error).__name__}: {error}") from error
     return None if found is None else Path(found)
 
 
 def _expect(trial: Trial, folder: Path, step: int, hint: str, told: str) -> None:
-    found = _newest(trial, folder, told)
+    found = _newest(trial, folder, told, hint if hint == "stranger" else "damage_raises")
     if found != path_of(folder, step):
         raise LawError(hint, f"{told}: newest returns {found.name if found else None}, not step_{step}.ckpt")
 

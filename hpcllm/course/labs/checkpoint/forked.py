@@ -178,8 +178,8 @@ def _describe(name: str, given: Sequence[Any]) -> Call | None:
         return Call("rename" if name != "link" else "link", os.fspath(given[0]), os.fspath(given[1]))
     if name in ("unlink", "remove"):
         return Call("remove", os.fspath(given[0]))
-    if isinstance(given[0], str | bytes | Path):
-        return Call("truncate", os.fspath(given[0]))
+    if isinstance(given[0], str | Path):
+        return Call("truncate", str(given[0]))
     kind = os.fstat(given[0])
     if not stat.S_ISREG(kind.st_mode) and not stat.S_ISDIR(kind.st_mode):
         return None
@@ -228,4 +228,4 @@ def install() -> None:
     for name in ("writev", "pwritev", "sendfile", "copy_file_range"):
         if hasattr(os, name):
             setattr(os, name, _forbidding(f"os.{name}", getattr(os, name)))
-    builtins.open = io.open = _forbidding("open", io.open)  # type: ignore[assignment]
+    builtins.open = io.open = _forbidding("open", io.open)

@@ -14,6 +14,8 @@ HINTS = RANGES | {
     "the part that is read cut by own_range?",
     "misplaced": "Values are not where they belong: compare the offset at which a part is written (after all arrays "
     "before it, whole) with the one at which it is read. Bytes or values? Bits that are no number count, too.",
+    "not_found": "Nothing went wrong, and the checkpoint is not found, or not taken for whole: do its checksums belong "
+    "to what is in the file, or do two parts lie at one place? Offsets are in bytes, of whole arrays.",
     "overwritten": "The parts that are given have to stay as they are: training goes on with them.",
     "text_order": "As text step_9 comes after step_10: compare steps as numbers.",
     "stranger": "There are other files in the folder, such as those that a killed save has left. A checkpoint is what "
