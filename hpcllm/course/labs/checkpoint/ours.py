@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hpcllm.checkpoint import writer
 from hpcllm.checkpoint.inspect import verify_file
-from hpcllm.checkpoint.layout import DatasetSpec
+from hpcllm.checkpoint.layout import Attribute, DatasetSpec
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.slabs import Slab
 from hpcllm.course.labs.checkpoint.states import path_of
@@ -45,7 +45,7 @@ def save(comm: MPI.Intracomm, folder: Path, step: int, parts: Mapping[str, Value
         if values.size:
             arrays[Slab(name, (start,), (values.size,))] = values
     plan = writer.prepare(plain, specs, list(arrays))
-    facts = {"lab/step": step, "lab/names": " ".join(parts)}
+    facts: dict[str, Attribute] = {"lab/step": step, "lab/names": " ".join(parts)}
     writer.write(path_of(folder, step), plain, plan, arrays.__getitem__, facts)
 
 

@@ -198,24 +198,30 @@ def _check_all_raised(ran: Run, told: str) -> None:
 
 
 def check_killed(bench: Bench) -> None:
-    """Kill each rank before each of its calls, and within each write, while it is ahead of the others and behind."""
+    """Kill each rank before each of its calls while it is behind the others; while it is ahead, within writes, too."""
     for told, order in orders(bench.ranks):
-        number = order[0] if "ahead" in told else order[-1]
+        is_ahead = "ahead" in told
+        number = order[0] if is_ahead else order[-1]
         clean = bench.save(bench.fresh(), NEW, bench.new, order)
         for rank, index, name in points(clean, (), bench.random):
             if rank == number:
-                for deed in ("kill", "torn") if name == "write" else ("kill",):
-                    moment = "in" if deed == "torn" else "before"
-                    fault = Fault(rank, "torn" if deed == "torn" else "kill", index)
-                    _kill(bench, order, fault, f"{told}, killed {moment} its call {index + 1} ({name})")
+                _kill(bench, order, Fault(rank, "kill", index), f"{told}, killed before its call {index + 1} ({name})")
+                if is_ahead and name == "write":
+                    fault, moment = Fault(rank, "torn", index), f"{told}, killed in its call {index + 1} ({name})"
+                    _save_over(bench, _kill(bench, order, fault, moment), moment)
     if bench.ranks == 1:
         _kill_again(bench)
 
 
-def _kill(bench: Bench, order: Sequence[int], fault: Fault, told: str) -> None:
-    """Kill, look, then save a smaller state of the same step over whatever was left."""
+def _kill(bench: Bench, order: Sequence[int], fault: Fault, told: str) -> Path:
+    """Kill, and look at the folder."""
     folder = bench.fresh()
     bench.check(folder, bench.save(folder, NEW, bench.new, order, fault), told)
+    return folder
+
+
+def _save_over(bench: Bench, folder: Path, told: str) -> None:
+    """Save a smaller state of the same step over whatever was left."""
     ran = bench.save(folder, NEW, bench.small)
     raised = [str(end.value) for end in ran.ends if end and end.how == "raised"]
     if raised:
