@@ -13,7 +13,7 @@ from hpcllm.course.lab import LawError, Trial
 from hpcllm.course.labs.checkpoint.states import compare, draw, path_of
 
 OLD, NEW = 9, 10  # in the order of text the other way round
-FLIPS = 16
+FLIPS = 64
 VALUES = 80
 STRANGERS = ("step_11.tmp", "step_11.ckpt.tmp", ".step_12.ckpt", "step_13", "notes.txt", "latest.ckpt")
 

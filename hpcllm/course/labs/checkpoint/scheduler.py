@@ -169,7 +169,7 @@ class Job:
 
     def _go_on(self) -> bool:
         """Give leave to the first rank in order that asks for a call: True if there was one."""
-        for number in self.order:
+        for number in self.order or sorted(range(len(self.ranks)), key=lambda rank: len(self.ranks[rank].calls)):
             rank = self.ranks[number]
             if isinstance(rank.request, Call) and not rank.is_held:
                 self._decide(number, rank, rank.request)
@@ -217,5 +217,5 @@ def run(
     fault: Fault | None = None,
     asks: bool = True,
 ) -> Run:
-    """Run a function on so many ranks. order: who goes on first; asks: for leave, call by call. Raises LawError."""
-    return Job(size, work, order or range(size), fault, asks).run()
+    """Run a function on so many ranks. order: who goes first (none: all in step); asks: for leave, call by call. Raises LawError."""
+    return Job(size, work, order, fault, asks).run()
