@@ -217,5 +217,8 @@ def run(
     fault: Fault | None = None,
     asks: bool = True,
 ) -> Run:
-    """Run a function on so many ranks. order: who goes first (none: all in step); asks: for leave, call by call. Raises LawError."""
+    """Run a function on so many ranks. Raises LawError where it does not end, or meets itself.
+
+    order: ranks that go on first; none: all in step. asks: about each call to the disk; meetings are always asked for.
+    """
     return Job(size, work, order, fault, asks).run()
