@@ -23,7 +23,6 @@ def check_damage(trial: Trial, folder: Path) -> None:
     states = {step: draw(trial.random, VALUES, trial.comm.size) for step in (OLD, NEW)}
     for step, state in states.items():
         trial.student.save(trial.comm, folder, step, state.parts(trial.comm.rank))
-    trial.control.Barrier()
     on_rank_0(trial, lambda: _check_newest(trial, folder))
     step, parts = trial.student.load(trial.comm, folder)  # of which the newer one is left damaged
     wanted = {name: parts.get(name, array) for name, array in states[OLD].arrays.items()}
@@ -35,7 +34,8 @@ def check_damage(trial: Trial, folder: Path) -> None:
 
 
 def on_rank_0(trial: Trial, work: Callable[[], object]) -> None:
-    """Do something on rank 0, and raise its error on all."""
+    """Do something on rank 0 once all ranks have come, and raise its error on all."""
+    trial.control.Barrier()
     found: Exception | None = None
     if trial.control.rank == 0:
         try:
