@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -210,7 +211,7 @@ def main() -> None:
         student = load_file(Path(job["file"]))
         CHECKS[job["law"]](Bench(student, Path(job["folder"]), job["ranks"], random.Random(job["seed"])))
     except LawError as wrong:
-        found = [wrong.hint, wrong.shown]
+        found = [wrong.hint, re.sub(f"{re.escape(job['folder'])}/[^/']*/", "", wrong.shown)]
     path.with_suffix(".result").write_text(json.dumps(found), encoding="utf-8")
 
 
