@@ -33,6 +33,7 @@ BASES = {  # of the wrong variants
     "pipeline": "loops",
     "tensor_parallel": "plain",
     "zero": "plain",
+    "checkpoint": "plain",
     "planner": "plain",
 }
 

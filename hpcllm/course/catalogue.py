@@ -40,6 +40,7 @@ LABS = {
         Entry(4, "pipeline", "pipeline schedules as data"),
         Entry(5, "tensor_parallel", "a layer split over ranks"),
         Entry(6, "zero", "who owns which optimizer state"),
+        Entry(7, "checkpoint", "checkpoint and kill -9"),
         Entry(8, "planner", "time and memory by hand"),
     )
 }  # fmt: skip

@@ -41,6 +41,9 @@ def first_fault(lab_name: str, text: str, comm: MPI.Intracomm, folder: Path, see
     """Return the hint of the first law that does not hold on these ranks, '' if all hold. Collective over comm."""
     lab, student = load_lab(LABS[lab_name]), ModuleType("student")
     exec(compile(text, "student", "exec", dont_inherit=True), student.__dict__)
+    file = folder / f"student_{comm.rank}.py"  # for laws that start processes
+    file.write_text(text)
+    student.__file__ = str(file)
     try:
         for number, law in enumerate(lab.laws):
             if comm.size in law.ranks:
