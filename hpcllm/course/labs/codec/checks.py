@@ -264,7 +264,7 @@ LAB = Lab(
         Law("encoding", "scales and codes of any n values are those of the formula", 20, sizes, check_encoding, (1,)),
         Law("decoding", "decode gives code * scale, for encodings of anybody", 10, sizes, check_decoding, (1,)),
         Law("edges", "zeros, tiny, huge and broken blocks, and no others beside them", 10, edges, check_edges, (1,)),
-        Law("feedback", "what is sent over many steps is what was to be sent", 15, feedback_sizes, check_feedback, (1,)),
+        Law("feedback", "what many steps send is what was to be sent", 15, feedback_sizes, check_feedback, (1,)),
         Law("model", "pays_from is right for any link and codec", 10, links, check_model, (1,)),
         Law("sums", "allreduce is near the sum, alike on all ranks, in few bytes", 10, sums, check_sum),
         Law("run", "the trainer sums its gradients by it, with near losses", 5, only_case, check_run, (RANKS,), 60.0),

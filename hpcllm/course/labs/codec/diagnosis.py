@@ -152,6 +152,11 @@ def _alike(codes: NDArray[np.int8], values: Doubles) -> bool:
     return bool(fits_int8.any() and np.array_equal(codes[fits_int8], values[fits_int8]))
 
 
+def rolled(steps: Doubles, by: int) -> Doubles:
+    """Return the scale of each value, were its block so many further on."""
+    return np.roll(steps[::BLOCK], by).repeat(BLOCK)[: steps.size]
+
+
 def wrapped(values: Doubles) -> Doubles:
     """Return what int8 makes of whole numbers by dropping bits."""
     return (np.nan_to_num(values).clip(-(2**31), 2**31) + 128) % 256 - 128
@@ -169,11 +174,11 @@ def wrong_values(found: Any, scales: Values, codes: NDArray[np.int8]) -> Fault |
         return None
     i = int(np.flatnonzero(wrong)[0])
     seen = f"n = {n}: code {codes[i]} of a block with scale {steps[i]:.6g} decodes to {found[i]:.6g}"
-    known = {
+    known: dict[str, Doubles] = {
         "unsigned": codes.view(np.uint8) * steps,
         "offset": (codes.view(np.uint8) - 128.0) * steps,
-        "wrong_block": codes * np.resize(scales.astype(np.float64), n),
-        **{f"wrong_block {k}": codes * np.roll(scales, k).astype(np.float64).repeat(BLOCK)[:n] for k in (1, -1)},
+        "wrong_block": codes * np.resize(steps[::BLOCK], n),
+        **{f"wrong_block {k}": codes * rolled(steps, k) for k in (1, -1)},
         "inverse": np.divide(codes, steps),
         "peak": codes * steps / TOP,
     }

@@ -10,7 +10,8 @@ FORM_HINTS = {
     "empty_block": "There is a block too many where 256 divides n: n // 256 + 1 is not n / 256 rounded up.",
     "layout": "The scales come first, then the codes.",
     "overwritten": "What the function was given has changed, and belongs to the caller. Work on a copy.",
-    "shared": "The function returns the same memory each time. An encoding may still be under way when the next is made.",
+    "shared": "The function returns the same memory each time. One encoding may still be on its way when the next is "
+    "made.",
 }
 SCALE_HINTS = {
     "scale": "A scale is not the largest magnitude of its block over 127.",
@@ -49,7 +50,8 @@ CODE_HINTS = {
 FEEDBACK_HINTS = {
     "not_added": "The residual of the step before is not in what is sent: encode values + residual.",
     "sign": "The residual has the wrong sign: it is what was wanted less what was sent, and is added the next time.",
-    "doubled": "The residual counts twice: values + residual has the old one in it already, so the new one replaces it.",
+    "doubled": "The residual counts twice: values + residual has the old one in it already, so that the new one "
+    "replaces it.",
     "not_kept": "The residual is as it was. Write into the array that was given (residual[:] = ...); residual = ... "
     "only gives another array that name.",
     "only_last": "The residual is values less what was sent; what was to be sent is values + residual.",
@@ -74,7 +76,8 @@ OTHER_HINTS = {
     "twice_added": "Somebody's addend is there twice.",
     "bits": "Ranks have different bits. The owner, too, has to take what the encoding of its sum decodes to: it "
     "encodes once, and all decode the same bytes. Replicas whose weights differ in a bit drift apart.",
-    "traffic": "A rank sends more than its parts take, encoded. Is something sent as float32, or to all what is for one?",
+    "traffic": "A rank sends more than its parts take, encoded. Is something sent as float32, or sent to all that is "
+    "for one?",
     "losses": "The laws above hold, but the losses of a training run are others. Does a function keep something from "
     "an earlier call?",
     "slow_link": "On a slow link your sum takes long beside ours. Is something sent that need not be, and is encode "

@@ -19,7 +19,8 @@ from hpcllm.codecs.quantise import decode8, encode8
 
 Values = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
-Encode, Decode = Callable[[Values], Bytes], Callable[[Bytes, int], Values]
+Encode = Callable[[Values], Bytes]
+Decode = Callable[[Bytes, int], Values]
 BLOCK = 256
 LEAST_SCALE = np.float32(2.0**-126)
 
