@@ -40,10 +40,9 @@ def test_a_mistake_gets_the_hint_that_names_it(name, comm, shared_path):
 
 @pytest.mark.parallel([4])
 @pytest.mark.parametrize("name", OF_SEVERAL_RANKS)
-def test_a_mistake_of_several_ranks_is_seen_by_one_of_them(name, comm, shared_path):
+def test_a_mistake_of_several_ranks_gets_its_hint_on_all_of_them(name, comm, shared_path):
     text, hints = WRONG[name]
-    found = comm.allgather(first_fault(LAB, text, comm, shared_path))
-    assert set(found) & set(hints)
+    assert first_fault(LAB, text, comm, shared_path) in hints
 
 
 @pytest.mark.parametrize("name", sorted(WRONG))

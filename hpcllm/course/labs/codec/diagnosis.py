@@ -177,7 +177,7 @@ def wrong_values(found: Any, scales: Values, codes: NDArray[np.int8]) -> Fault |
     known: dict[str, Doubles] = {
         "unsigned": codes.view(np.uint8) * steps,
         "offset": (codes.view(np.uint8) - 128.0) * steps,
-        "wrong_block": codes * np.resize(steps[::BLOCK], n),
+        "wrong_block": np.resize(steps[::BLOCK], n) * codes,
         **{f"wrong_block {k}": codes * rolled(steps, k) for k in (1, -1)},
         "inverse": np.divide(codes, steps),
         "peak": codes * steps / TOP,

@@ -21,6 +21,7 @@ from mpi4py import MPI
 from hpcllm.collectives.operations import ALGORITHMS
 from hpcllm.course.lab import LawError, Row, Trial
 from hpcllm.course.labs.codec import ours
+from hpcllm.course.labs.codec.diagnosis import Fault
 from hpcllm.course.labs.codec.ours import BLOCK, Values, encoded_bytes
 from hpcllm.course.small_run import make_store, train_losses
 from hpcllm.course.watched import WatchedComm
@@ -44,13 +45,16 @@ def check_sum(trial: Trial) -> None:
     addends = drawn.normal(size=(comm.size, n), scale=10.0 ** drawn.uniform(-3, 3)).astype(np.float32)
     x = addends[comm.rank].copy()
     trial.student.allreduce(x, comm)
-    place = f"rank {comm.rank} of {comm.size}, n = {n}"
-    _check_near(x, addends, place)
-    if comm.size > 1 and trial.control.bcast(x.tobytes() if comm.rank == 0 else None) != x.tobytes():
-        raise LawError("bits", f"{place}: not the bits of rank 0")
+    of_rank_0 = trial.control.bcast(x.tobytes() if comm.rank == 0 else None)
     most = 2 * (comm.size - 1) * encoded_bytes(-(-n // comm.size))
-    if comm.sent_bytes > most:
-        raise LawError("traffic", f"{place}: sends {comm.sent_bytes} bytes; at most {most}")
+    place = f"rank {comm.rank} of {comm.size}, n = {n}"
+    found = _far(x, addends, place)
+    if not found and of_rank_0 != x.tobytes():
+        found = "bits", f"{place}: not the bits of rank 0"
+    if not found and comm.sent_bytes > most:
+        found = "traffic", f"{place}: sends {comm.sent_bytes} bytes; at most {most}"
+    if faults := [each for each in trial.control.allgather(found) if each]:
+        raise LawError(*faults[0])  # on all ranks alike
 
 
 def bound(addends: Values) -> float:
@@ -60,13 +64,13 @@ def bound(addends: Values) -> float:
     return float((errors + largest / 254) * (1 + ROUNDING) + ROUNDING * largest)
 
 
-def _check_near(x: Values, addends: Values, place: str) -> None:
+def _far(x: Values, addends: Values, place: str) -> Fault | None:
     exact, most = addends.astype(np.float64).sum(axis=0), bound(addends)
     wrong = ~(np.abs(x - exact) <= most)
-    if wrong.any():
-        i = int(np.flatnonzero(wrong)[0])
-        seen = f"{place}: value {i} is {x[i]:.6g}, not {exact[i]:.6g} to {most:.2g}"
-        raise LawError(_sum_mistake(x, addends, most), seen)
+    if not wrong.any():
+        return None
+    i = int(np.flatnonzero(wrong)[0])
+    return _sum_mistake(x, addends, most), f"{place}: value {i} is {x[i]:.6g}, not {exact[i]:.6g} to {most:.2g}"
 
 
 def _sum_mistake(x: Values, addends: Values, most: float) -> str:
