@@ -57,9 +57,10 @@ def bytes_per_s(text: str) -> float:
 
 
 def kind_of_links() -> tuple[str, str]:
-    """Return what there is to measure on here, and why not on something slower and more real."""
-    if int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1:
-        return NODES, ""
+    """Return what there is to measure on here, and why not on something slower or more real."""
+    if "SLURM_JOB_ID" in os.environ:
+        many = int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1
+        return (NODES, "") if many else (SLEEPS, "this Slurm job has one node, and srun starts the ranks")
     done = subprocess.run(["sh", str(SCRIPT), "probe"], capture_output=True, text=True, check=False)
     return (NAMESPACES, "") if done.returncode == 0 else (SLEEPS, (done.stderr.strip().splitlines() or [""])[-1])
 

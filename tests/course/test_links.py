@@ -104,3 +104,10 @@ def read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
+
+
+@pytest.mark.parametrize(("nodes", "kind"), [("1", SLEEPS), ("2", links.NODES)])
+def test_in_a_slurm_job_the_network_between_its_nodes_is_measured_if_it_has_several(nodes, kind, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", nodes)
+    assert links.kind_of_links()[0] == kind
