@@ -30,6 +30,7 @@ HERE = Path(__file__).parent
 BASES = {  # of the wrong variants
     "latency": "plain",
     "allreduce": "ring",
+    "codec": "plain",
     "pipeline": "loops",
     "tensor_parallel": "plain",
     "zero": "plain",

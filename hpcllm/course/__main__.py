@@ -2,6 +2,7 @@
 
     start LAB [FOLDER]     the file to fill in and the sheet      check [LAB]     laws, races, predictions: points
     demo LAB               the races with our own functions       grade FOLDER... many files, one table
+    links                  lab 3's sum on slow links
 
 Exit codes: 0 all laws hold (grade: all were graded), 1 one does not (grade: one was not), 2 user error.
 """
@@ -15,6 +16,7 @@ import io
 import secrets
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ import hpcllm
 from hpcllm.config.input_files import fault_of, read_bytes
 from hpcllm.config.names import shown
 from hpcllm.course.catalogue import LABS, Entry, find_lab, load_lab
+from hpcllm.course.links import RATES, check_rates, lines, measure
 from hpcllm.errors import ConfigError, DataError, HpcllmError
 from hpcllm.plotting import picture_path
 from hpcllm.system.command_line import Parser, run_command
@@ -85,6 +88,13 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("lab", metavar="LAB", help="name or number")
     parser.add_argument("--plot", type=picture_path, metavar="FILE", help="draw the races, .svg or .png")
     add_output(parser, "the rows as JSON")
+
+
+def _add_links(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--folder", type=Path, default=Path(), metavar="FOLDER", help="of codec.py (default: this one)")
+    add("--rates", default=",".join(RATES), metavar="R,...", help="of the links (default: %(default)s)")
+    add_output(parser, "the seconds as JSON")
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -200,6 +210,16 @@ def _demo(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _links(arguments: argparse.Namespace) -> int:
+    _check_alone("links")
+    rates = check_rates(arguments.rates)
+    _, path = submission(arguments.folder, "codec")
+    kind, why, rows = measure(path.resolve(), rates)
+    facts = {"links": kind, "because": why, "rows": [asdict(row) for row in rows]}
+    show(arguments, facts, lines(kind, why, rows))
+    return 0
+
+
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
@@ -295,6 +315,7 @@ COMMANDS = {  # name: (help, function that adds its options, function that runs 
     "check": ("judge the file: laws on 1 to 4 ranks, then speed, then predictions", _add_check, _check),
     "grade": ("check the files of many folders; one table", _add_grade, _grade),
     "demo": ("run the races of a lab with our own functions", _add_demo, _demo),
+    "links": ("measure lab 3's sum on slow links: namespaces, or nodes", _add_links, _links),
 }
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ LABS = {
     for entry in (
         Entry(1, "latency", "latency and bandwidth"),
         Entry(2, "allreduce", "a sum over all ranks"),
+        Entry(3, "codec", "a lossy codec, and when it pays"),
         Entry(4, "pipeline", "pipeline schedules as data"),
         Entry(5, "tensor_parallel", "a layer split over ranks"),
         Entry(6, "zero", "who owns which optimizer state"),

@@ -6,6 +6,9 @@
 
 What a race, a missing wait or a lucky order gives right on most days, goes wrong here on most. All is real: messages go
 through MPI, and any order that comes of the delays may come on a busy network, too.
+
+For races a link can be set: then Send, Isend and Sendrecv of b bytes take b / link_bytes_per_s more, in which the rank
+sleeps, so that its messages leave one after another, and the cores are free for others.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ class WatchedComm(MPI.Intracomm):
     requests: list[MPI.Request]
     is_persistent = False  # some sends may start uncounted
     calls: list[tuple[str, int]]  # collectives, and the bytes of the longer of their arrays
+    link_bytes_per_s: float | None  # of each rank's way out
 
     def waited_for(self) -> bool:
         """Return True if each request that was made has been completed by a wait or a test."""
@@ -55,11 +59,16 @@ class WatchedComm(MPI.Intracomm):
         if self.delays and self.delays.random() < LATE_SHARE:
             time.sleep(self.delays.uniform(0, LONGEST_S))
 
+    def pass_link(self, buffer: Any) -> None:
+        """Sleep as long as the link takes, for races; the core is free for other ranks."""
+        if self.link_bytes_per_s:
+            time.sleep(_bytes_of(buffer) / self.link_bytes_per_s)
+
 
 def watched(comm: MPI.Intracomm, forbidden: tuple[str, ...] = (), delays: random.Random | None = None) -> WatchedComm:
     """Make the same communicator watched. delays: of this rank's calls; None: neither delays nor unbuffered sends."""
     made = WatchedComm(comm)
-    made.delays = delays
+    made.delays, made.link_bytes_per_s = delays, None
     made.restart_counts()
     for name in forbidden:
         setattr(made, name, _rejecting(name, "forbidden"))
@@ -89,6 +98,7 @@ def _sending(name: str, unbuffered: str) -> Callable[..., Any]:
     def method(self: WatchedComm, buf: Any, *arguments: Any, **keywords: Any) -> Any:
         self.count(buf)
         self.be_late()
+        self.pass_link(buf)
         result = (strict if self.delays else plain)(self, buf, *arguments, **keywords)
         if result is not None:
             self.requests.append(result)
@@ -130,6 +140,7 @@ def _joint(name: str) -> Callable[..., Any]:
 def _exchanging(self: WatchedComm, sendbuf: Any, *arguments: Any, **keywords: Any) -> None:
     self.count(sendbuf)
     self.be_late()
+    self.pass_link(sendbuf)
     MPI.Intracomm.Sendrecv(self, sendbuf, *arguments, **keywords)
 
 
