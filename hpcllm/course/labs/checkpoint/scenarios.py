@@ -24,7 +24,7 @@ from hpcllm.course.labs.checkpoint.bench import NEW, OLD, Bench, orders, points,
 from hpcllm.course.labs.checkpoint.disk import losses
 from hpcllm.course.labs.checkpoint.scheduler import Fault, Run
 from hpcllm.course.labs.checkpoint.states import path_of
-from hpcllm.course.ranks import load_file
+from hpcllm.course.student_file import load_file
 
 CAN_FAIL = ("open", "write", "sync", "rename")
 

@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hpcllm.course.labs.codec import ours
-from hpcllm.course.ranks import load_file
+from hpcllm.course.student_file import load_file
 from hpcllm.course.watched import watched
 from hpcllm.perf.timing import Case, in_turns
 
