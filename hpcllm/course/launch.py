@@ -24,12 +24,16 @@ OPEN_MPI = ("Open MPI", "OpenRTE", "PRRTE", "prte")
 VERSION_LIMIT_S = 60.0
 
 
-def launch_command(ranks: int, environment: Mapping[str, str] = os.environ) -> tuple[list[str], dict[str, str]]:
+def launch_command(
+    ranks: int, environment: Mapping[str, str] = os.environ, scratch: Path | None = None
+) -> tuple[list[str], dict[str, str]]:
     """Return the words that start so many ranks of a program, and the environment to start it in.
+
+    scratch: folder for what MPI libraries leave lying about when their processes are killed.
 
     Raises ConfigError if nothing is there that starts ranks.
     """
-    own = _environment(environment)
+    own = _environment(environment, scratch)
     path = environment.get("PATH", os.defpath)
     if "SLURM_JOB_ID" in environment and (srun := shutil.which("srun", path=path)):
         node = [f"--nodelist={here}"] if (here := environment.get("SLURMD_NODENAME")) else []
@@ -46,10 +50,12 @@ def launch_command(ranks: int, environment: Mapping[str, str] = os.environ) -> t
     return [mpirun, "-n", str(ranks)], lo | own
 
 
-def _environment(environment: Mapping[str, str]) -> dict[str, str]:
+def _environment(environment: Mapping[str, str], scratch: Path | None) -> dict[str, str]:
     """Keep the environment but for what a launcher has left in it; ranks share the cores."""
     left = ("PMI_", "PMIX_", "PRTE_", "OMPI_COMM_", "HYDI_", *SIZE_VARIABLES, *RANK_VARIABLES)
     kept = {key: value for key, value in environment.items() if key in _JOB or not key.startswith(left)}
+    if scratch:
+        kept["TMPDIR"] = str(scratch)
     if len(os.fsencode(kept.get("TMPDIR", ""))) > LONGEST_TMPDIR:
         kept["TMPDIR"] = "/tmp"
     root = str(Path(hpcllm.__file__).parents[1])  # for who runs from a checkout: the ranks start in another folder

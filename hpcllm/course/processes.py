@@ -20,14 +20,16 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-GRACE_S = 1.0  # for mpirun or srun to end its ranks
+GRACE_S = 4.0  # for mpirun or srun to end its ranks and to remove its files: Open MPI's needs more than a second
 END_S = 10.0  # until all is ended, else it is left
 LOOK_S = 0.01
 MOST_OUTPUT_BYTES = 1 << 16
+SHARED_MEMORY = "/dev/shm/"
 PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG = 36, 1
 
 
@@ -40,6 +42,7 @@ class Job:
         self.before = frozenset(descendants(os.getpid()))
         self.output = bytearray()
         self.steps: set[str] = set()  # of Slurm, JOB.STEP, as the ranks say them
+        self.shared: set[str] = set()  # files in memory, as the ranks on this machine say them
         self.process = subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
@@ -59,6 +62,13 @@ class Job:
             self.output += data
             del self.output[:-MOST_OUTPUT_BYTES]
 
+    def note(self, ready: Mapping[str, Any]) -> None:
+        """Take from a rank's first record what else has to be ended or removed with it."""
+        if ready["step"]:
+            self.steps.add(ready["step"])
+        if ready["host"] == where_pids_count():
+            self.shared |= set(ready["shared"])
+
     def end(self) -> None:
         """End the job and everything that it has started, in whatever session."""
         if self.process.poll() is None:
@@ -74,6 +84,7 @@ class Job:
             time.sleep(LOOK_S)
             self._reap(left)
         self.process.wait()
+        remove_shared(self.shared)
         self._reader.join(END_S)
         if not self._reader.is_alive() and self.process.stdout:
             self.process.stdout.close()
@@ -156,6 +167,20 @@ def state_of(pid: int) -> str:
     except OSError:
         return ""
     return text.rpartition(")")[2].split()[0]
+
+
+def shared_memory() -> list[str]:
+    """List the files in memory that this process has mapped: MPI's, which lie there for ever if it is killed."""
+    text = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    return sorted({line[line.index(SHARED_MEMORY) :] for line in text.splitlines() if SHARED_MEMORY in line})
+
+
+def remove_shared(paths: Iterable[str]) -> None:
+    """Remove such files of a job that has ended."""
+    for path in paths:
+        if path.startswith(SHARED_MEMORY) and ".." not in path:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 def where_pids_count() -> str:

@@ -30,7 +30,7 @@ from mpi4py import MPI
 
 from hpcllm.course.catalogue import find_lab, load_lab
 from hpcllm.course.lab import Lab, Law, LawError, Prediction, Race, Row, Trial
-from hpcllm.course.processes import where_pids_count
+from hpcllm.course.processes import shared_memory, where_pids_count
 from hpcllm.course.student_file import borrowed_name, hint_of, limit, load_file, text_of
 from hpcllm.course.untouched import Untouched
 from hpcllm.course.watched import watched
@@ -229,7 +229,7 @@ def run(folder: Path) -> None:
     """Run the stages of a check. Collective over all ranks."""
     rank = Rank(folder)
     rank.say("ready", library=MPI.Get_library_version().strip().splitlines()[0][:80], pid=os.getpid(),
-             host=where_pids_count(), step=slurm_step())  # fmt: skip
+             host=where_pids_count(), step=slurm_step(), shared=shared_memory())  # fmt: skip
     rank.meet()
     if rank.world.rank == 0:
         (folder / "job.json").unlink()  # the seed is in it

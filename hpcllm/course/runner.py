@@ -138,7 +138,7 @@ def run_check(entry: Entry, file: Path | None, seed: str, advance: Callable[[str
         order |= {"memory_bytes": MEMORY_BYTES, "load_s": LOAD_S, "end_s": WHOLE_S}
         (folder / "job.json").write_text(json.dumps(order), encoding="utf-8")
         start_s = time.monotonic()
-        words, environment = launch_command(RANKS)
+        words, environment = launch_command(RANKS, scratch=folder)
         with job([*words, sys.executable, "-m", "hpcllm.course.ranks", str(folder)], folder, environment) as started:
             outcome = _watch(started, _Watch(folder), file, advance)
             outcome.printed = started.output.decode("utf-8", "replace")
@@ -156,7 +156,7 @@ def run_check(entry: Entry, file: Path | None, seed: str, advance: Callable[[str
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
     """A folder that all ranks see, removed whatever lies in it, and whatever signal comes meanwhile."""
-    made = tempfile.TemporaryDirectory(prefix="hpcllm course ", dir=scratch_parent(), ignore_cleanup_errors=True)
+    made = tempfile.TemporaryDirectory(prefix="hpcllm-course-", dir=scratch_parent(), ignore_cleanup_errors=True)
     try:
         yield Path(made.name)
     finally:
@@ -175,11 +175,7 @@ def _watch(started: Job, watch: _Watch, file: Path | None, advance: Callable[[st
         ended = process.poll() is not None
         lost = watch.lost()  # before the records are read: those of a rank that is gone are complete then
         watch.look()
-        for record in watch.records[0][told:]:
-            told += 1
-            if record["event"] in ("held", "row", "measured"):
-                advance(record["event"])
-        started.steps |= {rows[0]["step"] for rows in watch.records if rows and rows[0].get("step")}
+        told = _tell(started, watch.records, told, advance)
         if watch.is_done():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END_S)
@@ -196,6 +192,17 @@ def _watch(started: Job, watch: _Watch, file: Path | None, advance: Callable[[st
         if now_s - watch.last_s > watch.limit_s() or now_s - begin_s > WHOLE_S:
             return Outcome(watch.records, _place(watch) | _hanging(watch, file))
         time.sleep(LOOK_S)
+
+
+def _tell(started: Job, records: Sequence[list[Record]], told: int, advance: Callable[[str], None]) -> int:
+    """Hand on what is new in the records; return how many of rank 0 are told."""
+    for rows in records:
+        if rows and rows[0]["event"] == "ready":
+            started.note(rows[0])
+    for record in records[0][told:]:
+        if record["event"] in ("held", "row", "measured"):
+            advance(record["event"])
+    return len(records[0])
 
 
 def _wait_for_others(process: subprocess.Popen[bytes], watch: _Watch) -> None:

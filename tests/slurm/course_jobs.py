@@ -66,7 +66,7 @@ def checked(folder: Path, text: str, submit: list[str]) -> dict[str, Any]:
     while ranks_left(folder) and time.monotonic() < deadline_s:
         time.sleep(0.2)
     assert not ranks_left(folder)
-    assert not list(folder.glob("hpcllm course*"))
+    assert not list(folder.glob("hpcllm-course*"))
     return grade
 
 

@@ -24,14 +24,15 @@ from hpcllm.course.lab import RANKS, Lab, Law, LawError, Prediction, Race, Row, 
 from hpcllm.course.labs.allreduce.mistakes import mistake, small_mistake
 from hpcllm.course.labs.allreduce.ours import REFERENCE, doubling, ring
 from hpcllm.course.small_run import make_store, train_losses
-from hpcllm.perf.timing import Case, in_turns
+from hpcllm.course.turns import quartiles
+from hpcllm.perf.timing import Case
 
 Values = NDArray[np.float32]
 Sum = Callable[[Values, MPI.Intracomm], None]
 LARGEST = 300_000  # values of a case: more than any MPI sends without waiting for the receiver
 LONG_BYTES = (1 << 20, 1 << 22)
 SHORT_BYTES = (256, 2048)
-ROUNDS = 21
+LONG_ROUNDS, SHORT_ROUNDS = 21, 61
 STEPS = 3  # of the run
 LIKELIEST = (1, 3, 2, RANKS)  # numbers of ranks: with three most mistakes can be told apart, with two hardly any
 LOSS_ERROR = 1e-5  # relative: another order of sums
@@ -145,24 +146,23 @@ def shown(trial: Trial, x: NDArray[Any], wanted: NDArray[Any]) -> str:
     return f"rank {trial.comm.rank} of {trial.comm.size}, n = {x.size}: {values}"
 
 
-def race(trial: Trial, sizes: tuple[int, ...], function: Sum, reference: Sum) -> Iterator[Row]:
+def race(trial: Trial, sizes: tuple[int, ...], function: Sum, reference: Sum, rounds: int) -> Iterator[Row]:
     """Time a student's function, ours and the library's in turns."""
     comm = MPI.Intracomm(trial.comm)
     for size_bytes in sizes:
         x = np.zeros(size_bytes // 4, np.float32)
         cases = [Case(partial(f, x, comm)) for f in (function, reference, native)]
-        student, ours, library = (each.median for each in in_turns(trial.control, cases, ROUNDS, 3, lambda: False))
-        yield Row(f"{size_bytes} bytes", size_bytes, student, ours, library)
+        yield Row(f"{size_bytes} bytes", size_bytes, *quartiles(trial.control, cases, rounds))
 
 
 def long_race(trial: Trial) -> Iterator[Row]:
     """Time long sums beside our ring."""
-    yield from race(trial, LONG_BYTES, trial.student.allreduce, ring)
+    yield from race(trial, LONG_BYTES, trial.student.allreduce, ring, LONG_ROUNDS)
 
 
 def short_race(trial: Trial) -> Iterator[Row]:
     """Time short sums beside our recursive doubling."""
-    yield from race(trial, SHORT_BYTES, trial.student.allreduce_small, doubling)
+    yield from race(trial, SHORT_BYTES, trial.student.allreduce_small, doubling, SHORT_ROUNDS)
 
 
 def count_messages(trial: Trial) -> float:
@@ -200,7 +200,7 @@ LAB = Lab(
     ),
     races=(
         Race("long sums", "1 and 4 MiB on 4 ranks, beside our ring", 10, long_race, ((2.0, 1.0), (4.0, 0.5))),
-        Race("short sums", "up to 2 KiB, beside our recursive doubling", 10, short_race, ((2.0, 1.0), (4.0, 0.5))),
+        Race("short sums", "up to 2 KiB, beside our recursive doubling", 10, short_race, ((2.5, 1.0), (5.0, 0.5))),
     ),
     predictions=(
         Prediction("messages", "messages that one rank of 4 sends for a long sum", 5, count_messages),

@@ -24,7 +24,8 @@ from hpcllm.course.labs.tensor_parallel.decoder import check_decoder, count_deco
 from hpcllm.course.labs.tensor_parallel.layers import call, check_backward, check_forward, draw, own, shapes
 from hpcllm.course.labs.tensor_parallel.ours import REFERENCE
 from hpcllm.course.ranges import HINTS, check_ranges, lengths
-from hpcllm.perf.timing import Case, in_turns
+from hpcllm.course.turns import quartiles
+from hpcllm.perf.timing import Case
 
 Values = NDArray[np.float32]
 Layer = tuple[Values, Values]
@@ -81,8 +82,7 @@ def race(trial: Trial) -> Iterator[Row]:
     for tokens in RACE_TOKENS:
         arrays = block_arrays(tokens, RACE_HIDDEN, 4 * RACE_HIDDEN, trial.student.own_range, comm)
         cases = [Case(partial(block, trial.student, *arrays, comm)), Case(partial(ours.block, *arrays, trial.control))]
-        seconds = in_turns(trial.control, cases, ROUNDS, 3, lambda: False)
-        yield Row(f"{tokens} tokens", tokens, *(each.median for each in seconds))
+        yield Row(f"{tokens} tokens", tokens, *quartiles(trial.control, cases, ROUNDS))
 
 
 def block_arrays(tokens: int, hidden: int, channels: int, own_range: Any, comm: Any) -> tuple[Values, Layer, Layer]:
@@ -123,7 +123,7 @@ LAB = Lab(
             ranks=(1, 2, RANKS), limit_s=20.0),
     ),
     races=(
-        Race("block", "a feed-forward block, both ways, beside our layers", 10, race, ((2.0, 1.0), (4.0, 0.5)),
+        Race("block", "a feed-forward block, both ways, beside our layers", 10, race, ((1.6, 1.0), (3.2, 0.5)),
              x_label="tokens"),
     ),
     predictions=(

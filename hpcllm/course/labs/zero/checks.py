@@ -25,7 +25,8 @@ from hpcllm.course.labs.zero.adamw import MISTAKES, RIGHT, Problem, Ranges, Valu
 from hpcllm.course.labs.zero.ours import REFERENCE
 from hpcllm.course.labs.zero.trained import check_losses
 from hpcllm.course.ranges import HINTS, check_ranges, lengths
-from hpcllm.perf.timing import Case, in_turns
+from hpcllm.course.turns import quartiles
+from hpcllm.perf.timing import Case
 
 NEAR = 2e-5  # of a parameter: a step moves it by up to 0.05
 LONG = 400_000  # values, of which each temporary array shows
@@ -212,8 +213,7 @@ def race(trial: Trial) -> Iterator[Row]:
         for functions, own in ((trial.student, comm), (ours.REFERENCE, trial.control)):
             arrays = np.ones(n, np.float32), np.ones(n, np.float32), functions.new_state(n, own)
             cases.append(Case(partial(functions.update, *arrays, 1, config, own)))
-        seconds = in_turns(trial.control, cases, ROUNDS, 3, lambda: False)
-        yield Row(f"{n} parameters", n, *(each.median for each in seconds))
+        yield Row(f"{n} parameters", n, *quartiles(trial.control, cases, ROUNDS))
 
 
 def count_state_bytes(trial: Trial) -> float:
@@ -249,7 +249,7 @@ LAB = Lab(
         Law("losses", "a decoder has the losses of one rank", 10, seeds, check_losses, (1, 3), limit_s=30.0),
     ),
     races=(
-        Race("update", "an update of 4 ranks, beside ours", 5, race, ((8.0, 1.0), (16.0, 0.5)), x_label="parameters"),
+        Race("update", "an update of 4 ranks, beside ours", 5, race, ((3.0, 1.0), (6.0, 0.5)), x_label="parameters"),
     ),
     predictions=(
         Prediction("state_bytes", "bytes of states on one of 4 ranks", 5, count_state_bytes),

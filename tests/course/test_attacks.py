@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcllm.course import runner
+from hpcllm.course import processes, runner
+from hpcllm.course.catalogue import LABS
 from hpcllm.course.lab import LawError
-from hpcllm.course.processes import descendants
+from hpcllm.course.processes import descendants, remove_shared
 from hpcllm.course.untouched import Untouched
 from tests.course.hostile_files import HOSTILE, RIGHT, at_load, in_function
 
@@ -164,3 +165,20 @@ def test_a_replaced_function_is_found_and_named(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", time.monotonic)
     with pytest.raises(LawError, match=r"time\.perf_counter"):
         untouched.check()
+
+
+@pytest.mark.timeout(200)
+def test_the_memory_that_killed_ranks_share_is_removed(tmp_path, monkeypatch):
+    noted: set[str] = set()
+
+    def noting(paths: set[str]) -> None:
+        noted.update(paths)
+        remove_shared(paths)
+
+    monkeypatch.setattr(processes, "remove_shared", noting)
+    folder = folder_with(tmp_path, HOSTILE["kill -9"][0])
+    outcome = runner.run_check(LABS["latency"], folder / "latency.py", "seed", lambda _: None)
+    assert outcome.fault is not None
+    assert outcome.fault["hint"] == "crash"
+    assert noted
+    assert not [path for path in noted if Path(path).exists()]
