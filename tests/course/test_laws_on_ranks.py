@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 
@@ -61,6 +62,24 @@ def test_the_trainer_runs_by_a_student_s_functions(comm, shared_path):
             variant = next(variant for variant in variants() if variant.lab == lab_name)
             for trial in trials(variant, law, comm, shared_path):
                 law.check(trial)
+
+
+@pytest.mark.parallel([2])
+def test_a_watched_communicator_counts_persistent_sends_and_arrays_of_no_values(comm):
+    own = watched(comm.Dup(), (), random.Random(0))
+    peer, landing = 1 - comm.rank, bytearray(3)
+    sends, receives = own.Send_init([bytearray(3), MPI.BYTE], peer), own.Recv_init([landing, MPI.BYTE], peer)
+    for _ in range(2):
+        receives.Start()
+        sends.Start()
+        sends.Wait()
+        receives.Wait()
+    own.Isend(np.empty((1, 0), np.float32), dest=peer).Wait()
+    own.Recv(np.empty(0, np.float32), source=peer)
+    own.Isend([np.zeros(9, np.float32), np.int64(2), MPI.FLOAT], dest=peer).Wait()
+    own.Recv(np.empty(2, np.float32), source=peer)
+    assert (own.messages, own.sent_bytes, own.is_persistent) == (4, 6 + 0 + 8, True)
+    own.Free()
 
 
 @pytest.mark.parallel([2])

@@ -20,7 +20,8 @@ from campaign import BASES, Variant, report, run, variants  # noqa: E402 -- a fo
 
 VARIANTS = list(variants())
 FITS = ("swapped", "bandwidth", "absolute_errors", "half_a_ring", "whole_arrays", "a_hop_too_many", "one_latency")
-ALONE = [v for v in VARIANTS if v.lab == "pipeline" and v.hints != ("endless",)]
+FITS += ("roots_of_the_times", "right_side_not_divided", "megabytes", "chunks_rounded", "no_latency")
+ALONE = [v for v in VARIANTS if v.lab == "pipeline" and v.hints not in (("endless",), ("predicts_idle",))]
 ALONE += [v for v in VARIANTS if v.lab == "latency" and (not v.hints or v.name in FITS)]
 SAMPLED = ("allreduce/second_half_adds",)
 

@@ -13,7 +13,7 @@ def own_range(n, comm):
 
 def _counts(n, comm):
     ends = [-(-n * rank // comm.size) for rank in range(comm.size + 1)]
-    return tuple(b - a for a, b in pairwise(ends))
+    return [b - a for a, b in pairwise(ends)]
 
 
 def new_state(n, comm):

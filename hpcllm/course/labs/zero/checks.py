@@ -28,7 +28,7 @@ from hpcllm.course.ranges import HINTS, check_ranges, lengths
 from hpcllm.course.turns import quartiles
 from hpcllm.perf.timing import Case
 
-NEAR = 2e-5  # of a parameter: a step moves it by up to 0.05
+NEAR = 1e-5  # of a parameter: a step moves it by up to 0.05
 LONG = 400_000  # values, of which each temporary array shows
 MOST_SHARES = 8  # of scratch memory, in parts of n / p values
 SPARE_BYTES = 1 << 16

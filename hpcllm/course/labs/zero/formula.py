@@ -19,7 +19,7 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Step:
-    """What a step has at hand. raw: the mean gradient before clipping."""
+    """Values of a step. raw: the mean gradient before clipping."""
 
     x: Values
     mean: Values  # exp_avg
