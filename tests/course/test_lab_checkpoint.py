@@ -46,11 +46,15 @@ def test_forked_ranks_show_a_mistake_by_the_hint_that_names_it(name, tmp_path):
     file = tmp_path / "student.py"
     file.write_text(text)
     law = next(law for law in load_lab(LABS[LAB]).laws if law.name == FORKED[name])
-    student, any_comm = SimpleNamespace(__file__=str(file)), cast(Any, None)
     with pytest.raises(LawError) as found:
-        for case in law.cases(random.Random(name), 1):
-            law.check(Trial(student, None, any_comm, any_comm, random.Random(0), tmp_path, case))
+        hold(law, SimpleNamespace(__file__=str(file)), tmp_path)
     assert found.value.hint in hints
+
+
+def hold(law, student, folder):
+    no_comm = cast(Any, None)
+    for case in law.cases(random.Random(str(folder)), 1):
+        law.check(Trial(student, None, no_comm, no_comm, random.Random(0), folder, case))
 
 
 @pytest.mark.parallel([3])
