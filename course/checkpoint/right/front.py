@@ -64,7 +64,7 @@ def save(comm, folder, step, parts):
         layout[name] = (at, total)
         pieces.append(Piece(at + start * 4, part.nbytes, hashlib.blake2b(part, digest_size=16).digest()))
         at += total * 4
-    everyone = comm.allgather(pieces)
+    everyone = comm.allgather([dataclasses.astuple(piece) for piece in pieces])
     table = pickle.dumps((step, layout, everyone))
     first = HEAD.size + len(table)
 
@@ -112,7 +112,7 @@ def read_head(file):
 def verify(path):
     with open(path, "rb") as file:
         first, (_, _, everyone) = read_head(file)
-        for piece in (piece for pieces in everyone for piece in pieces):
+        for piece in (Piece(*fields) for pieces in everyone for fields in pieces):
             file.seek(first + piece.offset)
             hashed, left = hashlib.blake2b(digest_size=16), piece.length
             while left:

@@ -34,17 +34,16 @@ def check_damage(trial: Trial, folder: Path) -> None:
 
 
 def on_rank_0(trial: Trial, work: Callable[[], object]) -> None:
-    """Do something on rank 0 once all ranks have come, and raise its error on all."""
+    """Do something on rank 0 once all ranks have come. Raises its LawError on all."""
     trial.control.Barrier()
-    found: Exception | None = None
+    found = None
     if trial.control.rank == 0:
         try:
             work()
-        except Exception as error:
-            found = error
-    found = trial.control.bcast(found)
-    if found:
-        raise found
+        except LawError as wrong:
+            found = wrong.hint, wrong.shown
+    if found := trial.control.bcast(found):
+        raise LawError(*found)
 
 
 def _check_newest(trial: Trial, folder: Path) -> None:

@@ -69,7 +69,7 @@ def check_faults(bench: Bench) -> None:
     clean = bench.save(bench.fresh(), NEW, bench.new)
     for rank, index, name in points(clean, CAN_FAIL, bench.random):
         folder = bench.fresh()
-        told = f"{bench.ranks} ranks, call {index + 1} of rank {rank} ({name}) fails"
+        told = f"{_many(bench.ranks)}, call {index + 1} of rank {rank} ({name}) fails"
         ran = bench.save(folder, NEW, bench.new, fault=Fault(rank, "fail", index))
         _check_all_raised(ran, told)
         bench.check(folder, Run([], ran.events, [], True, []), told)
@@ -78,8 +78,12 @@ def check_faults(bench: Bench) -> None:
         bench.save(folder, NEW, bench.new, fault=Fault(rank, "short", index))
         number, seen = bench.newest(folder, [(NEW, bench.new)])
         if number:
-            told = f"{bench.ranks} ranks, call {index + 1} of rank {rank} ({name}) writes half of its bytes"
+            told = f"{_many(bench.ranks)}, call {index + 1} of rank {rank} ({name}) writes half of its bytes"
             raise LawError("short_write", f"{told}: {seen}")
+
+
+def _many(ranks: int) -> str:
+    return f"{ranks} rank{'s' * (ranks > 1)}"
 
 
 def _check_all_raised(ran: Run, told: str) -> None:
