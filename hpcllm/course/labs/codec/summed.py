@@ -81,7 +81,7 @@ def _sum_mistake(x: Values, addends: Values, most: float) -> str:
         return "nothing"
     if np.abs(x - exact / ranks).max() <= most:
         return "mean"
-    subsets = [rows for k in range(1, ranks) for rows in combinations(range(ranks), k)]
+    subsets = [rows for k in range(ranks) for rows in combinations(range(ranks), k)]
     cuts = np.cumsum([0, *map(len, np.array_split(x, ranks))])
     found = []
     for a, b in pairwise(cuts):
