@@ -195,6 +195,7 @@ def _lines(tasks: Sequence[dict[str, Any]]) -> list[str]:
             rows += _rows(f"  {printable(name) or '(none)'}", group)
         counted = sorted(task.get("outcomes", {}).items(), key=lambda each: -each[1])[:MOST_OUTCOMES]
         rows += [[f"  {printable(name)}", f"{number:,}", "", "", "", ""] for name, number in counted]
+        rows += [["  beginning cut off", f"{task['cut']:,}", "", "", "", ""]] if "cut" in task else []
     return table(["task", "examples", "figure", "value", "stderr", "95 % interval"], rows, indent="", gap="  ")
 
 
