@@ -39,8 +39,8 @@ global_batch = 32
 learning_rate = 3e-3
 warmup_steps = 10
 [checkpoint]
-every_steps = 10
-keep = 200
+every_steps = {base_at}
+keep = 9
 [log]
 trackers = []
 """
@@ -57,7 +57,7 @@ kind = "grpo"
 samples = 8
 tokens = 7
 [optimizer]
-learning_rate = 5e-4
+learning_rate = 7e-4
 warmup_steps = 5
 beta2 = 0.99
 weight_decay = 0.0
@@ -80,7 +80,7 @@ class Family:
     steps: int
 
 
-FAMILIES = {"sort": Family(4, 600, 280, 240), "addition": Family(2, 1200, 800, 240)}
+FAMILIES = {"sort": Family(4, 600, 260, 260), "addition": Family(2, 1200, 450, 260)}
 
 
 def main() -> None:
@@ -99,7 +99,7 @@ def learn(folder: Path, name: str, family: Family) -> None:
     """Go on with what is not done yet of a family."""
     store, named = f"{name}.h5", f"{name}:{family.size}"
     base = Path("runs") / f"base-{name}" / "checkpoints" / f"step_{family.base_at:08d}.h5"
-    write_whole(folder / "base.toml", BASE.format(base_steps=family.base_steps))
+    write_whole(folder / "base.toml", BASE.format(base_steps=family.base_steps, base_at=family.base_at))
     write_whole(folder / "grpo.toml", GRPO.format(steps=family.steps))
     if not (folder / store).exists():
         hpcllm(folder, "problems", named, "--count", "6000", "--output", f"{name}.txt")
