@@ -91,7 +91,7 @@ def _add_code(parser: argparse.ArgumentParser) -> None:
     add("--k", type=count_to(1000), action="append", metavar="K", help=words)
     add("--time-s", type=real(Range(0.1, 3600)), default=5.0, metavar="S", help="of each program (default: 5)")
     words = "memory of each program (default: 512)"
-    add("--memory-mib", type=count_to(1 << 20), default=512, metavar="MIB", help=words)
+    add("--memory-mib", type=whole(64, 1 << 20), default=512, metavar="MIB", help=words)
 
 
 def run(arguments: argparse.Namespace) -> int:
