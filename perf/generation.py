@@ -1,6 +1,6 @@
 """Tokens a second of generated text, beside `generate` of transformers with the same weights and threads.
 
-    python perf/generation.py [--json [FILE]] [--threads N] [--turns N] [--models 26m ...]
+    python perf/generation.py perf/generation.json [--threads N] [--turns N] [--models 26m ...] > perf/generation.md
 
 Random weights of a Llama, which both load from one folder; prompts of 32 tokens, 64 new ones, the likeliest each. Both
 take turns, ours and theirs one after the other; a turn's ratio is ours over theirs, and its interval is that of the
@@ -12,10 +12,13 @@ in fp32: transformers has no such weights on CPUs without another library. MB: o
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,45 +33,86 @@ from hpcllm.model.initialisation import CPU
 from hpcllm.model.sampling import Sampling
 from hpcllm.model.transformer import Decoder
 from hpcllm.system.hardware.node import multiplies
-from hpcllm.system.output import add_output, show
-from hpcllm.system.text import table
+from hpcllm.system.output import say, write_whole
 
 PROMPT, NEW, VOCABULARY = 32, 64, 8192
 MODELS = {"26m": (8, 512), "125m": (12, 896)}  # layers, hidden
 GREEDY = Sampling(temperature=0.0)
+HEAD = """# Generating text beside transformers
+
+Made by `generation.py`: prompts of 32 tokens, 64 new ones each, the likeliest; random weights of a Llama, the same for
+both; 2 threads of a machine of 2 cores, otherwise quiet. Tokens a second are medians; ratio: ours over `generate` of
+transformers, both taking turns, with the interval of its median. Rows of int8 and int4 are beside transformers in fp32.
+bound: as if a pass took as long as reading all weights once. others: share of the cores that other processes had. Of
+{rows} rows {slower} are slower, in bold.
+"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path, metavar="ROWS.json", help="rows that it has are kept, others are added")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    add_output(parser, "times in seconds, ratios and intervals")
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS), help="none: the table alone")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     transformers.logging.set_verbosity_error()
-    dtypes = {"fp32": torch.float32} | ({"bf16": torch.bfloat16} if multiplies("bf16") else {})
-    rows = []
+    rows = json.loads(arguments.rows.read_text(encoding="utf-8")) if arguments.rows.exists() else []
     for name in arguments.models:
-        with tempfile.TemporaryDirectory() as folder:
-            made = llama(*MODELS[name])
-            made.save_pretrained(folder)
-            for precision, dtype in dtypes.items():
-                theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-                for held, ours in models(Path(folder), precision, dtype):
-                    for batch in (1, 16):
-                        rows.append({"model": name, "type": held} | measured(ours, theirs, batch, arguments.turns))
-    titles = ["model", "type", "MB", "texts", "ours", "transformers", "ratio", "95 %", "bound"]
-    cells = [
-        [
+        for row in rows_of(name, arguments.turns, {(row["model"], row["type"], row["batch"]) for row in rows}):
+            rows.append(row)
+            write_whole(arguments.rows, json.dumps(rows, indent=1) + "\n")
+    print(HEAD.format(rows=len(rows), slower=sum(row["high"] < 1 for row in rows)))
+    say(markdown(rows), wide=True)
+
+
+def markdown(rows: list[dict[str, Any]]) -> Iterator[str]:
+    titles = ["model", "type", "MB", "texts", "ours", "transformers", "ratio", "95 %", "bound", "others"]
+    yield f"| {' | '.join(titles)} |"
+    yield "|---|---|" + "---:|" * (len(titles) - 2)
+    for row in rows:
+        cells = [
             *(str(row[key]) for key in ("model", "type")),
             *(f"{row['bytes'] / 1e6:.1f}", str(row["batch"])),
             *(f"{row[key]:.0f}" for key in ("ours", "theirs")),
-            *(f"{row['ratio']:.2f}", f"{row['low']:.2f} to {row['high']:.2f}", f"{row['bound']:.0f}"),
+            "{0}{1:.2f}{0}".format("**" if row["high"] < 1 else "", row["ratio"]),
+            *(f"{row['low']:.2f} to {row['high']:.2f}", f"{row['bound']:.0f}", f"{row['others_share']:.0%}"),
         ]
-        for row in rows
-    ]
-    show(arguments, {"threads": arguments.threads, "rows": rows}, table(titles, cells))
+        yield f"| {' | '.join(cells)} |"
+
+
+def rows_of(model: str, turns: int, known: set[tuple[str, str, int]]) -> Iterator[dict[str, Any]]:
+    """Measure what is not known of a model."""
+    dtypes = {"fp32": torch.float32} | ({"bf16": torch.bfloat16} if multiplies("bf16") else {})
+    with tempfile.TemporaryDirectory() as folder:
+        llama(*MODELS[model]).save_pretrained(folder)
+        for precision, dtype in dtypes.items():
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+            for held, ours in models(Path(folder), precision, dtype):
+                for batch in (1, 16):
+                    if (model, held, batch) in known:
+                        continue
+                    facts = {"model": model, "type": held, "turns": turns, "utc": time.strftime("%F %T", time.gmtime())}
+                    found, share = with_others(partial(measured, ours, theirs, batch, turns))
+                    yield facts | found | {"others_share": share}
+
+
+def with_others(work: Callable[[], dict[str, float]]) -> tuple[dict[str, float], float]:
+    """Return what work returns, and the share of all cores that other processes took meanwhile."""
+    before, began_s = busy_ticks() - own_ticks(), time.perf_counter()
+    found = work()
+    ticks = (time.perf_counter() - began_s) * os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
+    return found, max(0.0, (busy_ticks() - own_ticks() - before) / ticks)
+
+
+def busy_ticks() -> float:
+    user, nice, system, _, _, irq, soft, *_ = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:])
+    return user + nice + system + irq + soft
+
+
+def own_ticks() -> float:
+    times = os.times()
+    return (times.user + times.system) * os.sysconf("SC_CLK_TCK")
 
 
 def models(folder: Path, precision: str, dtype: torch.dtype) -> Iterator[tuple[str, Decoder]]:

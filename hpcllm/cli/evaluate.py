@@ -91,7 +91,7 @@ def _add_code(parser: argparse.ArgumentParser) -> None:
     add("--k", type=count_to(1000), action="append", metavar="K", help=words)
     add("--time-s", type=real(Range(0.1, 3600)), default=5.0, metavar="S", help="of each program (default: 5)")
     words = "memory of each program (default: 512)"
-    add("--memory-mib", type=count_to(1 << 20), default=512, metavar="MIB", help=words)
+    add("--memory-mib", type=whole(64, 1 << 20), default=512, metavar="MIB", help=words)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -195,6 +195,7 @@ def _lines(tasks: Sequence[dict[str, Any]]) -> list[str]:
             rows += _rows(f"  {printable(name) or '(none)'}", group)
         counted = sorted(task.get("outcomes", {}).items(), key=lambda each: -each[1])[:MOST_OUTCOMES]
         rows += [[f"  {printable(name)}", f"{number:,}", "", "", "", ""] for name, number in counted]
+        rows += [["  beginning cut off", f"{task['cut']:,}", "", "", "", ""]] if "cut" in task else []
     return table(["task", "examples", "figure", "value", "stderr", "95 % interval"], rows, indent="", gap="  ")
 
 

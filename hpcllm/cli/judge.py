@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hpcllm.cli.options import count, count_to, file_or_folder
+from hpcllm.cli.options import count, count_to, file_or_folder, whole
 from hpcllm.config.rules import Range
 from hpcllm.errors import ConfigError
 from hpcllm.system.command_line import real
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--k", type=count, action="append", metavar="K", help=words)
     add("--time-s", type=real(Range(0.1, 3600)), default=5.0, metavar="S", help="of each program (default: 5)")
     words = "memory of each program (default: 512)"
-    add("--memory-mib", type=count_to(1 << 20), default=512, metavar="MIB", help=words)
+    add("--memory-mib", type=whole(64, 1 << 20), default=512, metavar="MIB", help=words)
     words = "programs at a time (default: as many as there are cores)"
     add("--jobs", type=count_to(4096), default=os.cpu_count() or 1, metavar="N", help=words)
     add_output(parser, "pass@k and every outcome as JSON")

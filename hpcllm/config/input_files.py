@@ -22,7 +22,7 @@ LARGEST_TABLE_BYTES = 64 * MIB  # schedule, trace, results: a line for each acti
 
 def read_text(path: str | Path, most_bytes: int = LARGEST_SETTINGS_BYTES) -> str:
     """Read a text file of at most so many bytes. Raises ValueError, whose text is the reason."""
-    return _decoded(read_bytes(path, most_bytes))
+    return decoded(read_bytes(path, most_bytes))
 
 
 def read_bytes(path: str | Path, most_bytes: int = LARGEST_SETTINGS_BYTES) -> bytes:
@@ -61,7 +61,8 @@ def fault_of(path: str | Path) -> str:
     return ""
 
 
-def _decoded(data: bytes) -> str:
+def decoded(data: bytes) -> str:
+    """Decode UTF-8. Raises ValueError that says which byte is none."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

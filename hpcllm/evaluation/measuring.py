@@ -9,7 +9,7 @@ name --> problems --> prompts --> programs --> outcomes -------------------^    
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpcllm.config.schema import Config
@@ -98,4 +98,14 @@ def measure(scorer: Scorer, prepared: AnyPrepared, batch_tokens: int, progress: 
     batches = batches_of_requests(prepared.requests, scorer.model.max_sequence, batch_tokens)
     with progress(prepared.task.text, len(batches)) as advance:
         scores = scorer.scores(batches, len(prepared.requests), advance)
-    return result_of(prepared.task, prepared.examples, scores) if not (scorer.mesh and scorer.mesh.world.rank) else None
+    if scorer.mesh and scorer.mesh.world.rank:
+        return None
+    return replace(result_of(prepared.task, prepared.examples, scores), cut=_cut(prepared, scorer.model.max_sequence))
+
+
+def _cut(prepared: Prepared, max_sequence: int) -> int:
+    """Count the examples that have a context which batches_of_requests cuts."""
+    of_choices = iter(prepared.requests)
+    return sum(
+        max(sum(map(len, next(of_choices))) for _ in each.choices) > max_sequence + 1 for each in prepared.examples
+    )

@@ -11,7 +11,7 @@ nothing costs no more than one that has.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hpcllm.data.tokenizer import Encoder
@@ -68,7 +68,10 @@ def measure_questions(scorer: Scorer, prepared: PreparedQuestions, progress: Pro
     """
     with progress(prepared.task.text, prepared.prompts.groups) as advance:
         texts = make_texts(scorer, prepared.prompts, prepared.encoder, advance=advance)
-    return None if scorer.mesh and scorer.mesh.world.rank else _result(prepared, texts)
+    if scorer.mesh and scorer.mesh.world.rank:
+        return None
+    room = scorer.model.max_sequence - prepared.prompts.most
+    return replace(_result(prepared, texts), cut=sum(len(tokens) > room for tokens in prepared.prompts.tokens))
 
 
 def _result(prepared: PreparedQuestions, texts: Sequence[str]) -> Result:

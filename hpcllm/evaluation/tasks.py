@@ -18,10 +18,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from hpcllm.config.names import closest, shown
 from hpcllm.errors import ConfigError, DataError
 from hpcllm.evaluation.benchmarks import FORMATS, Format, Item
 from hpcllm.evaluation.example_files import read_examples
@@ -71,6 +72,7 @@ class Result:
     figures: Mapping[str, Figure]
     groups: Mapping[str, tuple[int, Mapping[str, Figure]]] = field(default_factory=dict)
     outcomes: Mapping[str, int] = field(default_factory=dict)  # of programs, how often each came
+    cut: int = 0  # examples whose context did not fit into the model and lost its beginning
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result for --json."""
@@ -80,31 +82,47 @@ class Result:
             own
             | ({"groups": of_groups} if of_groups else {})
             | ({"outcomes": dict(self.outcomes)} if self.outcomes else {})
+            | ({"cut": self.cut} if self.cut else {})
         )
 
 
 def parse_task(text: str) -> TaskName:
     """Read the name of a task. Raises ConfigError that lists what would be valid."""
     name, _, rest = text.partition("=")
+    made = _made_problems(text, rest if name == "generate" and rest else text)
     if rest and name in FORMATS:
         return TaskName(text, name, Path(rest))
+    if rest and name == "generate" and (made or not Path(rest).suffix):
+        return replace(made or _raise_unknown(text), generates=True)
     if rest and name in QUESTIONS:
-        made = _made_problems(text, rest) if name == "generate" else None
-        return replace(made, generates=True) if made else TaskName(text, name, Path(rest), generates=True)
+        return TaskName(text, name, Path(rest), generates=True)
     if text == CODE or (rest and name == CODE):
         return TaskName(text, CODE, Path(rest) if rest else None)
-    if made := _made_problems(text, text):
-        return made
     path = Path(text)
-    if path.suffix in STORE_SUFFIXES:
-        return TaskName(text, "store", path)
-    if path.suffix:
-        return TaskName(text, "own", path)
+    if made or not path.suffix or (rest and re.fullmatch(r"\w+", name) and not path.exists()):
+        return made or _raise_unknown(text)
+    return TaskName(text, "store" if path.suffix in STORE_SUFFIXES else "own", path)
+
+
+def _raise_unknown(text: str) -> NoReturn:
+    meant = f"; did you mean {near}?" if (near := _meant(text)) else ""
     raise ConfigError(
-        f"{text!r} is no task; valid: a token store (.h5), a file of examples (.jsonl), FORMAT=FILE with FORMAT one of "
-        f"{', '.join((*FORMATS, *QUESTIONS))}, or made problems: {', '.join(FAMILIES)}, with a size as in sort:8; "
-        "generate=sort:8 has their answers written; humaneval has programs written and run"
+        f"{shown(text)} is no task{meant or ';'} valid: a token store (.h5), a file of examples (.jsonl), FORMAT=FILE "
+        f"with FORMAT one of {', '.join((*FORMATS, *QUESTIONS))}, or made problems: {', '.join(FAMILIES)}, with a size "
+        "as in sort:8; generate=sort:8 has their answers written; humaneval has programs written and run"
     )
+
+
+def _meant(text: str) -> str:
+    """Return the task that is nearest to a mistyped one, "" if none is."""
+    front, equals, rest = text.partition("=")
+    if equals and front not in QUESTIONS:
+        near = closest(front, (*FORMATS, *QUESTIONS, CODE))
+        return f"{near}={rest}" if near else ""
+    name, _, size = (rest if equals else front).partition(":")
+    near = closest(name, FAMILIES if equals else (*FAMILIES, CODE))
+    of_size = f":{size if size.isdecimal() else FAMILIES[near].sizes[1]}" if near in FAMILIES else ""
+    return f"{front + equals if equals else ''}{near}{of_size}" if near else ""
 
 
 def _made_problems(text: str, name: str) -> TaskName | None:

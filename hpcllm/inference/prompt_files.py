@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from hpcllm.config.input_files import MIB, read_bytes
+from hpcllm.config.input_files import MIB, decoded, read_bytes
 from hpcllm.config.names import shown
 from hpcllm.errors import DataError
 from hpcllm.inference.generate import Completion
@@ -33,8 +33,7 @@ def read_prompts(path: Path) -> list[str]:
     """Read the prompts of a file, or of standard input for "-". Not collective. Raises DataError."""
     name = "standard input" if path == STANDARD_INPUT else shown(str(path))
     try:
-        data = _standard_input() if path == STANDARD_INPUT else read_bytes(path, LARGEST_PROMPTS_BYTES)
-        text = data.decode("utf-8")
+        text = decoded(_standard_input() if path == STANDARD_INPUT else read_bytes(path, LARGEST_PROMPTS_BYTES))
     except (ValueError, OSError) as error:
         raise DataError(f"no prompts can be read from {name}: {error}") from error
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]

@@ -93,6 +93,13 @@ MISTAKES = [  # command line, words of the answer; the exit code is 2
     ("perf plot missing.json --plot x.png", "cannot read records from 'missing.json'"),
     ("perf plot text.txt --plot x.png", "cannot read records from 'text.txt'"),
     ("perf plot text.txt", "--plot PICTURE.png"),
+    # problems and tasks
+    ("problems sotr:4", "did you mean sort?"),
+    ("problems sort:x", "'x' is out of range; valid: a whole number"),
+    ("problems sort:4 --size 5", "sort:4 with --size 5; valid: one of both"),
+    ("evaluate store.h5 --task sotr:4", "did you mean sort:4?"),
+    ("evaluate store.h5 --task gsm9k=rows.jsonl", "did you mean gsm8k=rows.jsonl?"),
+    ("judge text.txt --memory-mib 1", "--memory-mib: '1' is out of range; valid: a whole number, 64 to"),
     # output
     ("schedule 1f1b --stages 4 --microbatches 8 --plot x.pdf", "valid: a name that ends in .png or .svg"),
     ("schedule 1f1b --stages 4 --microbatches 8 --plot missing/x.svg", "cannot be written"),

@@ -63,6 +63,23 @@ def test_figures_are_the_same_on_any_ranks(comm, files, capfd, monkeypatch):
     assert sum(halves) / 2 == pytest.approx(alone[0]["figures"]["acc"]["value"])
 
 
+@pytest.mark.parallel([1, 2, 3])
+def test_contexts_that_lose_their_beginning_are_counted(comm, files, shared_path, capfd):
+    longest = MODEL.max_sequence
+    if comm.rank == 0:
+        contexts = ["x" * length for length in (3, longest - 2, longest + 50, longest * 3)]
+        choices = [{"context": text, "choices": ["a", "b"], "answer": 0, "delimiter": ""} for text in contexts]
+        (shared_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in choices))
+        written = [{"prompt": text, "answer": "a"} for text in contexts]
+        (shared_path / "made.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    comm.Barrier()
+    words = ("--task", shared_path / "some.jsonl", "--task", f"generate={shared_path / 'made.jsonl'}", "--tokens", 2)
+    for task in tasks_of(capfd, files[0], *words):
+        assert task["cut"] == 2, task["task"]
+    for task in tasks_of(capfd, files[0], "--task", "sort:2", "--problems", 9):
+        assert "cut" not in task
+
+
 @pytest.mark.parametrize("packing", ["stream", "best-fit"])
 def test_a_store_has_the_loss_that_training_validates(tmp_path, capfd, packing):
     path = make_store(tmp_path, MPI.COMM_SELF)
@@ -128,6 +145,10 @@ def test_checkpoints_are_compared_and_drawn_on_any_ranks(comm, shared_path, capf
 
 MISTAKES = {
     "no task": (["none"], "'none' is no task; valid: a token store"),
+    "a family, mistyped": (["sotr:4"], "did you mean sort:4? valid"),
+    "a family, mistyped, to be written": (["generate=sotr:4"], "did you mean generate=sort:4? valid"),
+    "no number": (["sort:x"], "did you mean sort:5? valid"),
+    "a format, mistyped": (["gsm9k=gone.jsonl"], "did you mean gsm8k=gone.jsonl? valid"),
     "size": (["sort:0"], "sort:0: problems of this family have sizes from 1"),
     "no file": (["gone.jsonl"], "gone.jsonl"),
     "format": (["arc=rows.jsonl"], "valid as arc: question, choices, answerKey"),

@@ -77,5 +77,15 @@ def test_the_command_writes_lines_to_train_on(tmp_path, capsys):
     assert all(part_of(line.partition("=")[0] + "=") == "train" for line in lines)
     assert main(["problems", "sort", "--size", "3", "--count", "50"]) == 0
     assert capsys.readouterr().out.endswith(path.read_text())
-    for wrong in (["sort", "--size", "999"], ["sorts"], ["sort", "--count", "0"], ["copy", "--size", "1"]):
+    assert main(["problems", "sort:3", "--count", "50"]) == 0
+    assert capsys.readouterr().out == path.read_text()
+    for wrong in (
+        ["sort:3", "--size", "4"],
+        ["sort:"],
+        ["sort:x"],
+        ["sort", "--size", "999"],
+        ["sorts"],
+        ["sort", "--count", "0"],
+        ["copy", "--size", "1"],
+    ):
         assert main(["problems", *wrong]) == 2

@@ -58,6 +58,30 @@ HOSTILE = {
     "mount": ("import ctypes\nassert ctypes.CDLL(None).mount(b'x', b'/tmp', b'tmpfs', 0, b'') == 0", "wrong answer"),
     "root": ("import os\nos.setuid(0)", "raised PermissionError"),
     "out of the root": ("import os\nos.chroot('/tmp')", "raised PermissionError"),
+    "watches another": ("import ctypes\nassert ctypes.CDLL(None).ptrace(16, {pid}, 0, 0) == 0", "wrong answer"),
+    "watches the first": ("import ctypes\nassert ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0", "wrong answer"),
+    "memory of another": ("open('/proc/{pid}/mem', 'rb')", "raised FileNotFoundError"),
+    "a link out": (
+        "import os\nos.symlink('{folder}/secret', '/tmp/x')\nopen('/tmp/x').read()", "raised FileNotFoundError"
+    ),
+    "a link through /proc": (
+        "import os\nos.symlink('/proc/1/root', '/tmp/x')\nos.listdir('/tmp/x')", "raised FileNotFoundError"
+    ),
+    "up and out": ("open('../' * 30 + '{folder}/secret').read()", "raised FileNotFoundError"),
+    "a folder opened before": (
+        "import os\nfor n in range(1024):\n    try: os.fchdir(n)\n    except OSError: continue\n    assert 0, n\n"
+        "os.fchdir(0)",
+        "raised NotADirectoryError",
+    ),
+    "a device": ("import os\nos.mknod('/tmp/x', 0o60600, 259)", "raised PermissionError"),
+    "a namespace of its own": ("import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0", "wrong answer"),
+    "forks below Python": ("import ctypes\nassert ctypes.CDLL(None).fork() >= 0", "wrong answer"),
+    "hears no signal": (
+        "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
+        "    except (OSError, ValueError): pass\nwhile True: pass",
+        "out of time",
+    ),
+    "hangs up": ("import os\nos.setsid()\nos.closerange(0, 256)\nwhile True: pass", "ended without a verdict"),
     "a crash": ("import ctypes\nctypes.string_at(0)", "ended without a verdict"),
     "leaves": ("import os\nos._exit(0)", "ended without a verdict"),
     "exits": ("import sys\nsys.exit(0)", "raised SystemExit"),

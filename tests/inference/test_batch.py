@@ -100,6 +100,41 @@ def test_a_text_does_not_depend_on_those_beside_it(sampling, texts):
     assert made(decoder, asked, sampling, texts=texts) == alone(decoder, asked, sampling=sampling)
 
 
+def logits_of(decoder, asked, tokens=12, **settings):
+    """Logits that each token of each text was chosen from, and the tokens: (text, place) -> ..."""
+    logits, chosen = {}, {}
+
+    def observe(found, texts, drawn):
+        for row, text, token in zip(found, texts, drawn, strict=True):
+            logits[text.index, len(text.tokens)], chosen[text.index, len(text.tokens)] = row.clone(), token
+
+    batch = make_batch(decoder, asked, GREEDY, BatchSettings(tokens, **settings), 61, observe=observe)
+    while not batch.is_done:
+        batch.step()
+    return logits, chosen
+
+
+@pytest.mark.parametrize("texts", [2, 3, 16, 33])
+def test_logits_of_a_batch_are_those_of_each_text_alone(decoder, texts):
+    """To 1e-5; the likeliest tokens are the same wherever the two likeliest ones lie further apart than that."""
+    asked = requests(texts, 20)
+    logits, chosen = logits_of(decoder, asked, texts=texts)
+    compared = 0
+    for index, request in enumerate(asked):
+        single, token = logits_of(decoder, [request])
+        for place in range(12):
+            here, there = logits[index, place], single[0, place]
+            most = 1e-5 * float(there.abs().max())
+            assert (here - there).abs().max() <= most
+            first, second = there[:61].topk(2).values
+            compared += 1
+            if first - second > 2 * most:
+                assert chosen[index, place] == token[0, place]
+            elif chosen[index, place] != token[0, place]:
+                break  # from here on they have read different texts
+    assert compared > 10 * texts
+
+
 @pytest.mark.parametrize("spare_blocks", [0, 2, 9])
 def test_little_room_changes_no_text_and_is_never_exceeded(spare_blocks):
     """The youngest texts give way and are read again: here there is room for one and a little."""

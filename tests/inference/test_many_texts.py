@@ -128,7 +128,7 @@ def test_prompts_come_from_lines_or_json(tmp_path, monkeypatch, name, content, w
     [
         ("a.txt", b"", "holds no prompt"),
         ("a.txt", b"\n \n", "holds no prompt"),
-        ("a.txt", b"\xff\n", "no prompts can be read"),
+        ("a.txt", b"\xff\n", "no prompts can be read from .*: not UTF-8: byte 0xff at 0; valid: a text file"),
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt": 3}\n', "line 2 of .*a.jsonl.* has no prompt"),
         ("a.jsonl", b'{"prompt": "x"\n', "line 1 of .* is no JSON"),
         ("a.jsonl", b"[" * 100_000, "line 1 of .* is no JSON"),
