@@ -6,8 +6,9 @@
 #     shared      the same for arrays in the node's shared memory; 20 minutes
 #     limits      2 ranks whose waits have a limit, as in training; 3 minutes
 #     gloo        2 ranks, with gloo as the third in turn; 3 minutes
-#     hosts       clusters of 2, 3 and 4 hosts and 2 hosts of 2 ranks at 1 Gbit/s (cluster.sh, so root); 25 minutes
-#     rates       2 hosts at 100 Mbit/s and 10 Gbit/s; 10 minutes
+#     levels      2 hosts of 2 ranks at 1 Gbit/s (cluster.sh, so root); 3 minutes
+#     hosts       2, 3 and 4 hosts of one rank; 10 minutes
+#     rates       2 hosts at 100 Mbit/s and 10 Gbit/s; 5 minutes
 #     tuned       2 hosts, and 2 hosts of 2 ranks, at 1 Gbit/s with measured rates (`hpcllm perf tune`); 10 minutes
 #     summary     library_ratios.md from all that is there
 #
@@ -57,10 +58,10 @@ part_limits() { on_node limits2 2 --stall-s 300; }
 part_gloo() { on_node gloo2 2 --gloo; }
 
 slow=(--sizes "4K,64K,256K,1M,4M,16M,64M" --codecs "raw,int8:256")
+part_levels() { on_hosts levels_1gbit 2 1gbit 4 "${slow[@]}"; }
 part_hosts() {
     local hosts
     for hosts in 2 3 4; do on_hosts "hosts${hosts}_1gbit" "$hosts" 1gbit "$hosts" "${slow[@]}"; done
-    on_hosts levels_1gbit 2 1gbit 4 "${slow[@]}"
 }
 
 part_rates() {
@@ -88,4 +89,4 @@ part_summary() {
 cd "$root"
 mkdir -p "$results"
 for mpi in mpich openmpi; do HPCLLM_MPI=$mpi bash jobscripts/local/setup.sh test; done
-run_parts "dispatch node shared limits gloo hosts rates tuned" "$@"
+run_parts "dispatch node shared limits gloo levels hosts rates tuned" "$@"

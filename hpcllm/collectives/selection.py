@@ -41,7 +41,7 @@ SMALL_BYTES = 64 << 10  # up to here latency decides, and the library's is the l
 # up to here the library's blocking call was the fastest on a node, or as fast: MPICH and Open MPI on 2 cores, private
 # arrays of 2 ranks, of 3 and 4, and shared ones of 2
 LIBRARY_BYTES = {"allreduce": 2 << 20, "reduce_scatter": 2 << 20, "allgather": 4 << 20}
-LIBRARY_BYTES_CROWDED = {"allreduce": 4 << 20, "reduce_scatter": 2 << 20, "allgather": 4 << 20}
+LIBRARY_BYTES_CROWDED = {"allreduce": 4 << 20, "reduce_scatter": 4 << 20, "allgather": 4 << 20}
 LIBRARY_BYTES_SHARED = {"allreduce": 256 << 10, "reduce_scatter": 512 << 10, "allgather": 1 << 20}
 CODEC_BYTES = 256 << 10  # between nodes a codec is taken from here: of less, messages and turns of the codec decide
 LONG_CHUNK_BYTES = 32 << 10  # a ring sends 2 (ranks - 1) chunks one after another: worth it from here
