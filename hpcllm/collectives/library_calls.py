@@ -116,7 +116,7 @@ def _describe(operation: str, group: Group, codec: str, *arrays: Tensor, root: i
     if not all(map(_is_plain, arrays)):
         return None
     places = [x.data_ptr() for x in arrays]
-    memory = [[MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel(), MPI.FLOAT] for x in arrays]
+    memory = [[MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), MPI.FLOAT] for x in arrays]
     ready = _prepare(operation, group, codec, arrays, memory, root)
     if ready:
         if len(group.ready_calls) >= MOST_CALLS:
