@@ -54,7 +54,7 @@ on_hosts() { # RUN HOSTS RATE RANKS ARGUMENTS...
 part_dispatch() { on_node dispatch 1 --sizes "4K,64K" --seconds 0.2; }
 part_node() { for ranks in 2 3 4; do on_node "node$ranks" "$ranks"; done; }
 part_shared() { for ranks in 2 3 4; do on_node "shared$ranks" "$ranks" --memory shared; done; }
-part_limits() { on_node limits2 2 --stall-s 300; }
+part_limits() { on_node limits2 2 --stall-s 300 --seconds 0.2; part_tuned; part_hosts; }
 part_gloo() { on_node gloo2 2 --gloo; }
 
 slow=(--sizes "4K,64K,256K,1M,4M,16M,64M" --codecs "raw,int8:256")
@@ -74,7 +74,7 @@ part_tuned() {
     for ranks in 2 4; do
         if [ -e "$results/tuned$ranks.json" ]; then continue; fi
         bash "$here/cluster.sh" up 2 1gbit
-        bash "$here/cluster.sh" run -n $ranks python -m hpcllm.perf tune --output "$results/tuned$ranks.toml" >&2
+        bash "$here/cluster.sh" run -n $ranks python -m hpcllm.perf tune --rates-only --output "$results/tuned$ranks.toml" >&2
         on_hosts "tuned$ranks" 2 1gbit $ranks --tuning "$results/tuned$ranks.toml" "${slow[@]}"
     done
 }
