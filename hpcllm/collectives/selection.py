@@ -5,7 +5,8 @@ Without measured rates, by rule, so that every run sums in the same order; array
     one node,  raw    node_window; where the library may block, native up to LIBRARY_BYTES, to LIBRARY_BYTES_CROWDED if
                       ranks have to share cores (group.py), which a rank that spins in the window may keep from another,
                       or, if the communicator has arrays in shared memory, to LIBRARY_BYTES_SHARED
-    more,      raw    fp32 up to 64 KiB native, then two_level where ranks share nodes, else by size per rank
+    more,      raw    fp32 up to 64 KiB native, then two_level where ranks share nodes, else by size per rank; a
+                      reduce-scatter that may block up to LIBRARY_BYTES_BETWEEN
     a codec           two_level where ranks share nodes, else two_step; of many ranks, and inside two_level of many
                       nodes, grid (strips.takes_grid). Between nodes raw below CODEC_BYTES, and where coarse rates of
                       the codec and of the wire (assumed_rates.py) do not make it 5 % faster
@@ -43,6 +44,7 @@ SMALL_BYTES = 64 << 10  # up to here latency decides, and the library's is the l
 LIBRARY_BYTES = {"allreduce": 2 << 20, "reduce_scatter": 2 << 20, "allgather": 4 << 20}
 LIBRARY_BYTES_CROWDED = {"allreduce": 4 << 20, "reduce_scatter": 4 << 20, "allgather": 4 << 20}
 LIBRARY_BYTES_SHARED = {"allreduce": 256 << 10, "reduce_scatter": 512 << 10, "allgather": 1 << 20}
+LIBRARY_BYTES_BETWEEN = 1 << 20  # as those, of a reduce-scatter between nodes, where its call may block
 CODEC_BYTES = 256 << 10  # between nodes a codec is taken from here: of less, messages and turns of the codec decide
 LONG_CHUNK_BYTES = 32 << 10  # a ring sends 2 (ranks - 1) chunks one after another: worth it from here
 LEAST_GAIN = 1.05  # less is not worth a codec's error, nor the prediction's
@@ -105,7 +107,8 @@ def by_rule(operation: str, x: Values, shape: Shape, may_block: bool, has_shared
     if operation == "reduce_scatter":
         if not (x.raw and x.full):
             return "two_step"  # 16-bit sums too: it rounds once, a ring at every hop
-        return "native" if x.small else "ring"
+        is_faster = may_block and x.on_cpu and x.size_bytes <= LIBRARY_BYTES_BETWEEN
+        return "native" if x.small or is_faster else "ring"
     if x.raw and library_counts(operation, x.n) and x.on_cpu:
         return "native"  # nothing to add up: the library moves bytes as well as we do
     if operation == "broadcast":
