@@ -290,8 +290,10 @@ def _say(cell: Cell) -> None:
 
 
 def cells_of(files: Sequence[Path]) -> list[Cell]:
-    rows: list[dict[str, Any]] = [row for path in files for row in json.loads(path.read_text(encoding="utf-8"))]
-    return [Cell(**row) for row in rows]
+    """The cells of all files, by name; of two of one place that of the last file: <run>_borders comes after <run>."""
+    rows: list[dict[str, Any]] = [row for path in sorted(files) for row in json.loads(path.read_text(encoding="utf-8"))]
+    cells = [Cell(**row) for row in rows]
+    return list({(_title(cell), cell.operation, cell.malloc, cell.size_bytes): cell for cell in cells}.values())
 
 
 def table(files: Sequence[Path]) -> Iterator[str]:
