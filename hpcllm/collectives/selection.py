@@ -42,7 +42,7 @@ SUMS = ("allreduce", "reduce_scatter")
 SMALL_BYTES = 64 << 10  # up to here latency decides, and the library's is the lowest
 # up to here the library's blocking call was the fastest on a node, or as fast: MPICH and Open MPI on 2 cores, private
 # arrays of 2 ranks, of 3 and 4, and shared ones of 2
-LIBRARY_BYTES = {"allreduce": 4 << 20, "reduce_scatter": 2 << 20, "allgather": 4 << 20}
+LIBRARY_BYTES = {"allreduce": 2 << 20, "reduce_scatter": 2 << 20, "allgather": 4 << 20}
 LIBRARY_BYTES_CROWDED = {"allreduce": 4 << 20, "reduce_scatter": 4 << 20, "allgather": 4 << 20}
 LIBRARY_BYTES_SHARED = {"allreduce": 256 << 10, "reduce_scatter": 512 << 10, "allgather": 1 << 20}
 LIBRARY_BYTES_BETWEEN = 1 << 20  # as those, of sums between nodes: by_rule says which
