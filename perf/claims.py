@@ -131,7 +131,6 @@ def main() -> None:
     folder = Folder(Path(sys.argv[1]))
     parts = (host_claims, level_claims, codec_claims, setting_claims)
     rows = [row for part in parts for row in part(folder)]
-    print("Made by collectives.sh. Medians; a speed-up is the time of the other over ours.\n")
     print("| claim | where | required | measured | holds |\n|---|---|---:|---:|---|")
     for row in rows:
         print(row)

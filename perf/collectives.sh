@@ -73,7 +73,8 @@ part_codecs() {
 part_summary() {
     # shellcheck disable=SC2016 # expanded inside
     HPCLLM_MPI=openmpi bash "$root/jobscripts/local/mpirun.sh" 1 bash -c 'cd "$0" &&
-        { python claims.py collectives && python -m hpcllm.perf plot --markdown collectives/*.json; } >collectives.md.tmp &&
+        { sed "/^| claim/,\$d" collectives.md && python claims.py collectives &&
+            python -m hpcllm.perf plot --markdown collectives/*.json; } >collectives.md.tmp &&
         mv collectives.md.tmp collectives.md' "$here"
 }
 

@@ -206,13 +206,13 @@ def library_name() -> str:
 
 
 def measure(arrays: Arrays, codec: str, options: argparse.Namespace) -> Cell:
-    """A cell; one that fails is measured once more. Collective."""
+    """A cell; one that fails is measured once more. Long calls are warm from the trial. Collective."""
     calls = {"library": arrays.library(), "auto": arrays.auto(codec)}
     if options.gloo:
         calls["gloo"] = arrays.gloo()
     if arrays.shared and arrays.operation == "allreduce":
         calls["copy"] = arrays.copies()
-    once = timed([*calls.values()], arrays, 3, 2)
+    once = timed([*calls.values()], arrays, 2, 1)
     round_s = max(1e-6, float(np.median(once, axis=0).sum()))
     rounds = int(min(1000, max(options.least_rounds, options.seconds / round_s)))
     cell = _measure_once(calls, arrays, codec, options, rounds, repeated=False)
@@ -224,7 +224,7 @@ def _measure_once(
 ) -> Cell:
     group = arrays.group
     start_s, busy, own = time.perf_counter(), busy_s(), time.process_time()
-    seconds = timed([*calls.values()], arrays, rounds, warmup=3)
+    seconds = timed([*calls.values()], arrays, rounds, warmup=3 if rounds > options.least_rounds else 0)
     passed_s, busy = time.perf_counter() - start_s, busy_s() - busy
     own = group.comm.allreduce(time.process_time() - own)
     ratio, least, most = ratio_interval(seconds[:, 0], seconds[:, 1])
@@ -290,8 +290,10 @@ def _say(cell: Cell) -> None:
 
 
 def cells_of(files: Sequence[Path]) -> list[Cell]:
-    rows: list[dict[str, Any]] = [row for path in files for row in json.loads(path.read_text(encoding="utf-8"))]
-    return [Cell(**row) for row in rows]
+    """The cells of all files, by name; of two of one place that of the last file: <run>_borders comes after <run>."""
+    rows: list[dict[str, Any]] = [row for path in sorted(files) for row in json.loads(path.read_text(encoding="utf-8"))]
+    cells = [Cell(**row) for row in rows]
+    return list({(_title(cell), cell.operation, cell.malloc, cell.size_bytes): cell for cell in cells}.values())
 
 
 def table(files: Sequence[Path]) -> Iterator[str]:

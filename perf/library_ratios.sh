@@ -6,13 +6,15 @@
 #     shared      the same for arrays in the node's shared memory; 20 minutes
 #     limits      2 ranks whose waits have a limit, as in training; 3 minutes
 #     gloo        2 ranks, with gloo as the third in turn; 3 minutes
-#     hosts       clusters of 2, 3 and 4 hosts and 2 hosts of 2 ranks at 1 Gbit/s (cluster.sh, so root); 25 minutes
-#     rates       2 hosts at 100 Mbit/s and 10 Gbit/s; 10 minutes
+#     levels      2 hosts of 2 ranks at 1 Gbit/s (cluster.sh, so root); 3 minutes
+#     borders     of node, limits and levels what has changed after it was measured; 4 minutes
+#     hosts       2, 3 and 4 hosts of one rank; 10 minutes
+#     rates       2 hosts at 100 Mbit/s and 10 Gbit/s; 5 minutes
 #     tuned       2 hosts, and 2 hosts of 2 ranks, at 1 Gbit/s with measured rates (`hpcllm perf tune`); 10 minutes
 #     summary     library_ratios.md from all that is there
 #
-# What is there already is not measured again: remove perf/library_ratios/<run>.json for that. The machine has to be
-# quiet: a neighbour that takes a core makes 7 us into 12 ms.
+# What is there already is not measured again: remove perf/library_ratios/<run>.json for that. With BEGIN_S=330 no run
+# begins after so many seconds. The machine has to be quiet: a neighbour that takes a core makes 7 us into 12 ms.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 root=$(dirname "$here")
@@ -22,11 +24,15 @@ kept=(env MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=34359738368)
 
 . "$here/parts.sh"
 
+is_passed() { # RUN: it is there, or it is too late to begin it
+    [ -e "$results/$1.json" ] || [ $SECONDS -gt "${BEGIN_S:-1000000}" ]
+}
+
 measured() { # RUN LAUNCHER... -- ARGUMENTS of library_ratios.py measure...
     local run=$1 launcher arguments
     shift
     split_launcher "$@"
-    if [ -e "$results/$run.json" ]; then return; fi
+    if is_passed "$run"; then return; fi
     say "$run"
     "${launcher[@]}" python "$here/library_ratios.py" measure --json "$results/$run.part" "${arguments[@]}" >&2
     mv "$results/$run.part" "$results/$run.json"
@@ -45,7 +51,7 @@ on_node() { # RUN RANKS ARGUMENTS...: on both MPIs, with memory as found and kep
 on_hosts() { # RUN HOSTS RATE RANKS ARGUMENTS...
     local run=$1 hosts=$2 rate=$3 ranks=$4
     shift 4
-    if [ -e "$results/$run.json" ]; then return; fi
+    if is_passed "$run"; then return; fi
     bash "$here/cluster.sh" up "$hosts" "$rate"
     measured "$run" bash "$here/cluster.sh" run -n "$ranks" -- --link "$rate" --least-rounds 7 "$@"
 }
@@ -57,10 +63,15 @@ part_limits() { on_node limits2 2 --stall-s 300; }
 part_gloo() { on_node gloo2 2 --gloo; }
 
 slow=(--sizes "4K,64K,256K,1M,4M,16M,64M" --codecs "raw,int8:256")
+part_levels() { on_hosts levels_1gbit 2 1gbit 4 "${slow[@]}"; }
+part_borders() { # cells whose algorithm has changed since: they stand in place of the others
+    for ranks in 2 3 4; do on_node "node${ranks}_borders" "$ranks" --sizes 4K,64K,256K,1M,4M; done
+    on_node limits2_borders 2 --stall-s 300 --operations alltoall,broadcast --sizes 4M,16M,32M
+    on_hosts levels_1gbit_borders 2 1gbit 4 --operations allreduce,reduce_scatter --sizes 256K,1M --codecs raw,int8:256
+}
 part_hosts() {
     local hosts
     for hosts in 2 3 4; do on_hosts "hosts${hosts}_1gbit" "$hosts" 1gbit "$hosts" "${slow[@]}"; done
-    on_hosts levels_1gbit 2 1gbit 4 "${slow[@]}"
 }
 
 part_rates() {
@@ -71,9 +82,9 @@ part_rates() {
 part_tuned() {
     local ranks
     for ranks in 2 4; do
-        if [ -e "$results/tuned$ranks.json" ]; then continue; fi
+        if is_passed "tuned$ranks"; then continue; fi
         bash "$here/cluster.sh" up 2 1gbit
-        bash "$here/cluster.sh" run -n $ranks python -m hpcllm.perf tune --output "$results/tuned$ranks.toml" >&2
+        bash "$here/cluster.sh" run -n $ranks python -m hpcllm.perf tune --rates-only --output "$results/tuned$ranks.toml" >&2
         on_hosts "tuned$ranks" 2 1gbit $ranks --tuning "$results/tuned$ranks.toml" "${slow[@]}"
     done
 }
@@ -88,4 +99,4 @@ part_summary() {
 cd "$root"
 mkdir -p "$results"
 for mpi in mpich openmpi; do HPCLLM_MPI=$mpi bash jobscripts/local/setup.sh test; done
-run_parts "dispatch node shared limits gloo hosts rates tuned" "$@"
+run_parts "dispatch node shared limits gloo levels borders hosts rates tuned" "$@"

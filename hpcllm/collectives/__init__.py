@@ -44,4 +44,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"hpcllm.collectives.{_HOME[name]}"), name)
+    value = globals()[name] = getattr(import_module(f"hpcllm.collectives.{_HOME[name]}"), name)
+    return value  # found as any other name from now on: to come here takes longer than a small call's checks

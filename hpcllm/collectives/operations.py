@@ -92,7 +92,7 @@ def allreduce(
     x: contiguous, float32, bfloat16 or float16; sums are made in fp32. In place, unless `out`, like x, is given.
     """
     group = group_of(comm)
-    if codec == "raw" and algorithm == "auto" and out is None and library_calls.allreduce(x, group) is not None:
+    if algorithm == "auto" and out is None and library_calls.call_in_place("allreduce", x, group, codec):
         return x
     values = flat(x, written=out is None)
     if out is not None:
@@ -110,7 +110,7 @@ def reduce_scatter(
     new (own chunk,) array of x's kind.
     """
     group = group_of(comm)
-    if codec == "raw" and algorithm == "auto" and (done := library_calls.reduce_scatter(x, group, out)) is not None:
+    if algorithm == "auto" and (done := library_calls.call_between("reduce_scatter", x, out, group, codec)) is not None:
         return done
     values = flat(x, written=False)
     start, end = chunk_range(values.numel(), group.size, group.rank)
@@ -136,7 +136,7 @@ def allgather(
     and may be that very memory.
     """
     group = group_of(comm)
-    if codec == "raw" and algorithm == "auto" and (done := library_calls.allgather(part, group, out)) is not None:
+    if algorithm == "auto" and (done := library_calls.call_between("allgather", part, out, group, codec)) is not None:
         return done
     values = flat(part, written=False)
     if out is None:
@@ -164,7 +164,7 @@ def alltoall(
     block for itself is not encoded. Returns out, or a new array of x's kind and shape.
     """
     group = group_of(comm)
-    if codec == "raw" and algorithm == "auto" and (done := library_calls.alltoall(x, group, out)) is not None:
+    if algorithm == "auto" and (done := library_calls.call_between("alltoall", x, out, group, codec)) is not None:
         return done
     values = flat(x, written=False)
     if values.numel() % group.size:
@@ -185,7 +185,7 @@ def broadcast(
     x: contiguous, of any dtype with the codec raw.
     """
     group = group_of(comm)
-    if codec == "raw" and algorithm == "auto" and library_calls.broadcast(x, group, root) is not None:
+    if algorithm == "auto" and library_calls.call_in_place("broadcast", x, group, codec, root):
         return x
     if not 0 <= root < group.size:
         raise ValueError(f"broadcast: root {root} is none of {group.size} ranks; valid: 0 to {group.size - 1}")

@@ -5,7 +5,9 @@ Without measured rates, by rule, so that every run sums in the same order; array
     one node,  raw    node_window; where the library may block, native up to LIBRARY_BYTES, to LIBRARY_BYTES_CROWDED if
                       ranks have to share cores (group.py), which a rank that spins in the window may keep from another,
                       or, if the communicator has arrays in shared memory, to LIBRARY_BYTES_SHARED
-    more,      raw    fp32 up to 64 KiB native, then two_level where ranks share nodes, else by size per rank
+    more,      raw    fp32 up to 64 KiB native, then two_level where ranks share nodes, else by size per rank.
+                      Where the library may block, native up to LIBRARY_BYTES_BETWEEN: a reduce-scatter, and an
+                      allreduce where ranks share nodes
     a codec           two_level where ranks share nodes, else two_step; of many ranks, and inside two_level of many
                       nodes, grid (strips.takes_grid). Between nodes raw below CODEC_BYTES, and where coarse rates of
                       the codec and of the wire (assumed_rates.py) do not make it 5 % faster
@@ -41,8 +43,9 @@ SMALL_BYTES = 64 << 10  # up to here latency decides, and the library's is the l
 # up to here the library's blocking call was the fastest on a node, or as fast: MPICH and Open MPI on 2 cores, private
 # arrays of 2 ranks, of 3 and 4, and shared ones of 2
 LIBRARY_BYTES = {"allreduce": 2 << 20, "reduce_scatter": 2 << 20, "allgather": 4 << 20}
-LIBRARY_BYTES_CROWDED = {"allreduce": 4 << 20, "reduce_scatter": 2 << 20, "allgather": 4 << 20}
+LIBRARY_BYTES_CROWDED = {"allreduce": 4 << 20, "reduce_scatter": 4 << 20, "allgather": 4 << 20}
 LIBRARY_BYTES_SHARED = {"allreduce": 256 << 10, "reduce_scatter": 512 << 10, "allgather": 1 << 20}
+LIBRARY_BYTES_BETWEEN = 1 << 20  # as those, of sums between nodes: by_rule says which
 CODEC_BYTES = 256 << 10  # between nodes a codec is taken from here: of less, messages and turns of the codec decide
 LONG_CHUNK_BYTES = 32 << 10  # a ring sends 2 (ranks - 1) chunks one after another: worth it from here
 LEAST_GAIN = 1.05  # less is not worth a codec's error, nor the prediction's
@@ -100,6 +103,9 @@ def by_rule(operation: str, x: Values, shape: Shape, may_block: bool, has_shared
         most_bytes = (LIBRARY_BYTES_SHARED if has_shared else private)[operation]
         is_faster = may_block and x.size_bytes <= most_bytes
         return "native" if may_use_library and is_faster else "node_window"
+    is_libraries_sum = operation == "reduce_scatter" or (operation == "allreduce" and _share_nodes(shape))
+    if is_libraries_sum and may_block and x.raw and x.full and x.on_cpu and x.size_bytes <= LIBRARY_BYTES_BETWEEN:
+        return "native"
     if operation == "allreduce":
         return _allreduce(x, shape)
     if operation == "reduce_scatter":
@@ -135,7 +141,7 @@ def codec_by_rule(operation: str, x: Values, shape: Shape, wire_gb_s: float | No
 
 def _by_rule_s(operation: str, x: Values, shape: Shape, rates: Rates) -> float:
     """Seconds of the algorithm that the rule takes between nodes."""
-    algorithm = by_rule(operation, x, shape, may_block=True)
+    algorithm = by_rule(operation, x, shape, may_block=False)  # by messages of ours, which cost.py knows by their bytes
     return cost_s(operation, algorithm, x.size_bytes, rates.codings[x.codec, x.dtype], shape, rates)
 
 
@@ -143,7 +149,7 @@ def _allreduce(x: Values, shape: Shape) -> str:
     """The algorithm of an allreduce between nodes, or through a codec."""
     if x.raw and x.full and x.small:
         return "native"
-    if 1 < shape.nodes < shape.ranks and not (x.raw and x.small):
+    if _share_nodes(shape) and not (x.raw and x.small):
         return "two_level"
     through_owners = "grid" if takes_grid(shape.ranks) else "two_step"
     if not x.raw:
@@ -153,6 +159,11 @@ def _allreduce(x: Values, shape: Shape) -> str:
     if not x.full:
         return through_owners
     return "ring" if x.size_bytes // shape.ranks >= LONG_CHUNK_BYTES else "rabenseifner"
+
+
+def _share_nodes(shape: Shape) -> bool:
+    """True if there are several nodes, and ranks that share one."""
+    return 1 < shape.nodes < shape.ranks
 
 
 def candidates(operation: str, codec: str, dtype: str, shape: Shape, n: int = 0) -> list[str]:
@@ -172,7 +183,7 @@ def _suits(operation: str, algorithm: str, codec: str, dtype: str, shape: Shape,
     if algorithm == "node_window":
         return codec == "raw" and shape.nodes == 1
     if algorithm == "two_level":
-        return 1 < shape.nodes < shape.ranks
+        return _share_nodes(shape)
     if sums and algorithm in ROUNDS_EACH_HOP:
         return full and parse_name(codec).lossless
     return True

@@ -37,7 +37,7 @@ SHORTEST_SLEEP_S = 20e-6
 LONGEST_SLEEP_S = 500e-6
 DEVICE_SLEEP_S = 50e-6  # at most, where messages are of a device: a library moves them on only while it is polled
 REPORT_EVERY_S = 0.1  # to the observer: nothing to a wait that is longer, and ordinary ones never get there
-MOST_BLOCKING_BYTES = 4 << 20  # of a call that may block under a limit; at 1 MiB polls may still double its time
+MOST_BLOCKING_BYTES = 64 << 20  # of a call that may block under a limit; at 16 MiB polls may still double its time
 
 
 class WaitObserver(Protocol):

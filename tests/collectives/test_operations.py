@@ -96,6 +96,24 @@ def test_tensors_that_stay_that_move_and_others_at_their_place(comm):
     group.free()
 
 
+@pytest.mark.parallel([2, 3])
+def test_a_codec_that_was_not_taken_costs_no_more_than_none(comm):
+    """Where `auto` sends raw values in place of a codec's, the short way is taken; where it runs the codec, never."""
+    group, n = make_group(comm, MPI.COMM_SELF), 4 * comm.size  # a node each: small arrays travel raw
+    group.wire_gb_s = 0.125
+    x, out, large = torch.empty(n), torch.empty(n), torch.empty(1 << 18)
+    for _ in range(3):
+        x.copy_(torch.arange(n) + 100 * comm.rank)
+        alltoall(x, group, "int8", out=out)
+        assert torch.equal(out, torch.cat([torch.arange(4) + 4 * comm.rank + 100 * rank for rank in range(comm.size)]))
+        allreduce(x, group, "int8")
+        assert torch.equal(x, comm.size * torch.arange(n) + 100.0 * sum(range(comm.size)))
+        allreduce(large.fill_(1), group, "int8")
+    assert [key[:2] for key in group.ready_calls] == [("alltoall", "int8"), ("allreduce", "int8")]
+    assert group.plans["allreduce", large.numel(), "int8", torch.float32, "cpu"].codec.name == "int8:256"
+    group.free()
+
+
 @pytest.mark.parallel([1, 2])
 def test_communicators_that_take_turns_have_a_group_each_until_they_are_freed(comm):
     one, other = comm.Dup(), comm.Dup()

@@ -27,6 +27,7 @@ from hpcllm.collectives.selection import (
     IN_WINDOWS,
     LEAST_GAIN,
     LIBRARY_BYTES,
+    LIBRARY_BYTES_BETWEEN,
     LIBRARY_BYTES_CROWDED,
     LIBRARY_BYTES_SHARED,
     ROUNDS_EACH_HOP,
@@ -360,6 +361,23 @@ def test_short_calls_of_the_foreground_block_under_a_limit_as_without_one(comm, 
     assert all(torch.equal(got, free[1]) for _, got in others)
     assert free[0] == others[0][0] == "native"
     assert (others[1][0] == others[2][0] == "native") == (operation not in IN_WINDOWS)
+
+
+@pytest.mark.parametrize(
+    ("operation", "shape", "own"),
+    [
+        ("reduce_scatter", Shape(2, 2), "ring"),
+        ("reduce_scatter", Shape(4, 2, 2), "ring"),
+        ("allreduce", Shape(4, 2, 2), "two_level"),
+    ],
+)
+def test_between_nodes_sums_that_may_block_are_the_library_s_for_longer(operation, shape, own):
+    def chosen(size_bytes, may_block, codec="raw"):
+        return by_rule(operation, Values(size_bytes // 4, 4, "float32", codec), shape, may_block)
+
+    assert [chosen(LIBRARY_BYTES_BETWEEN, each) for each in (True, False)] == ["native", own]
+    assert [chosen(LIBRARY_BYTES_BETWEEN + 4, each) for each in (True, False)] == [own, own]
+    assert chosen(LIBRARY_BYTES_BETWEEN, True, "int8:256") in ("two_step", "two_level")
 
 
 @pytest.mark.parallel([1, 2, 3])
