@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.mutants.run import KILLED, Mutant, Tree
+from tests.mutants.run import BROKEN, KILLED, Mutant, Tree
 
 ROOT = Path(__file__).resolve().parents[2]
 WAITS = {
@@ -111,7 +111,10 @@ def _mutant(mode: str, path: str, find: str, replace: str, what: str) -> Mutant:
 
 
 def judge(pair: tuple[Mutant, ...], tree: Tree, known: dict[str, str]) -> str:
-    """Run the tests of both modes, until one finds it. known: results so far, of tests without a fault too."""
+    """Run the tests of both modes, until one finds it. known: results so far, of tests without a fault too.
+
+    What the tests said of it at last is put beside it, as `NAME said`.
+    """
     word = ""
     for mutant in pair:
         tests = f"{mutant.group} {' '.join(mutant.tests)}"
@@ -120,7 +123,8 @@ def judge(pair: tuple[Mutant, ...], tree: Tree, known: dict[str, str]) -> str:
             known[tests] = f"{broken.word}: {broken.told}" if broken else PASSED
         if known[tests] != PASSED:
             return known[tests]
-        word = tree.judge(mutant).word
+        verdict = tree.judge(mutant)
+        word, known[f"{mutant.name} said"] = verdict.word, f"{mutant.group}, {verdict.seconds:.0f} s: {verdict.told}"
         if word == KILLED:
             break
     return word
@@ -150,8 +154,9 @@ def main() -> int:
             known[name] = judge(pair, tree, known)
         print(f"{known[name]:9} {name}", flush=True)
         if arguments.results:
+            found = [new for new in known if new not in before and not known[new].startswith(BROKEN)]  # tried again
             with arguments.results.open("a") as file:
-                file.writelines(json.dumps([new, known[new]]) + "\n" for new in known if new not in before)
+                file.writelines(json.dumps([new, known[new]]) + "\n" for new in found)
     score = [known[pair[0].name] for pair in pairs].count(KILLED)
     print(f"{score} of {len(pairs)} found")
     return 0 if score == len(pairs) else 1

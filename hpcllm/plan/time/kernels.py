@@ -187,24 +187,26 @@ def norm(b: Microbatch) -> Piece:
     """List the kernels of a norm. Fused: x in, y out; back x, g in, g out, and x, g once more for the weight.
 
     Otherwise about ten kernels of PyTorch's, all but the first and last in float32. Our RMSNorm adds up the gradient of
-    its weight in kernels of its own: four launches back. That it makes the sum in front of it, too, is not counted.
+    its weight in kernels of its own, and rounds it to 16 bits in one more.
     """
     e, name = b.item_bytes, b.model.norm
     is_fused = b.fused_norm or b.ours
     forward, backward, launches = (2.0 * e, 5.0 * e, 1) if is_fused else (28.0 + 4 * e, 72.0 + 8 * e, 8)
-    back_launches = 4 if b.ours and name == "rmsnorm" else 2 * launches
+    back_launches = 3 + (e < 4) if b.ours and name == "rmsnorm" else 2 * launches
     return Piece(
         (Stream(f"{name}_forward", b.residual, forward, launches),),
         (Stream(f"{name}_backward", b.residual, backward, back_launches),),
     )
 
 
-def addition(b: Microbatch) -> Piece:
+def addition(b: Microbatch, in_norm: bool = False) -> Piece:
     """List the kernels at the end of a branch: (bias, dropout with its mask, and) the sum with the residual stream.
 
-    Back: the sum of both branches' gradients.
+    Back: the sum of both branches' gradients. in_norm: the next norm's kernel makes it, by bytes on top of its own.
     """
     e, bias = b.item_bytes, 1 if b.model.biases == "all" else 0
+    if in_norm:
+        return Piece((Stream("add", b.residual, 2.0 * e, 0),), (Stream("add", b.residual, float(e), 0),))
     forward, back = (3 * e + 1, 3 * e + 1) if b.dropout else (3 * e, bias * e)
     return Piece(
         (Stream("add", b.residual, forward),),
@@ -240,10 +242,13 @@ def core(b: Microbatch) -> Piece:
 
 
 def _fused_core(b: Microbatch) -> Piece:
-    """List fused attention, and around it the kernels that lay heads next to their tokens, or back."""
+    """List fused attention, and around it the kernels that lay heads next to their tokens, or back.
+
+    Ours are there already: PyTorch's fused kernels take and make heads that lie inside their tokens.
+    """
     e, first = b.item_bytes, b.attention == "flash1"
     sizes = (b.heads, float(b.sequence), float(b.model.head_dim))
-    order = Stream("order", b.tokens * (b.queries + b.keys), 2.0 * e)
+    order = Stream("order", b.tokens * (b.queries + b.keys), 0.0 if b.ours else 2.0 * e)
     # ours puts the tokens of a gathered sequence in their places: model/tensor_parallel.in_order
     copied = b.tokens * (b.queries + 2 * b.keys) if b.ours and b.sequence_parallel else 0.0
     places = (Stream("places", copied, 2.0 * e),) if copied else ()
@@ -286,7 +291,8 @@ def block(b: Microbatch) -> Piece:
     attention = (normed, *_columns(b, [b.queries, b.keys, b.keys]), rotated, inside, linear(b, t, m.hidden, b.queries))
     gates = 2 if m.activation == "swiglu" else 1
     network = (normed, *_columns(b, [up] * gates), active, linear(b, t, m.hidden, up))
-    whole = concatenated(*attention, addition(b), *network, addition(b))
+    in_norm = b.ours and m.norm == "rmsnorm" and not m.parallel_residual and b.recompute != "selective"
+    whole = concatenated(*attention, addition(b, in_norm), *network, addition(b))
     recompute = {
         "none": (),
         "selective": concatenated(normed, rotated, inside, normed, active).forward if b.ours else inside.forward,
