@@ -58,7 +58,7 @@ def test_every_cell_is_measured_and_shown(comm, ratios, tmp_path, memory):
 
 def test_a_cell_that_was_measured_again_stands_in_place_of_the_first(ratios, tmp_path):
     row = {field.name: 1 for field in dataclasses.fields(ratios.Cell)} | {"link": "1gbit", "waits": "block"}
-    first, again = tmp_path / "levels.json", tmp_path / "levels_borders.json"
+    first, again = tmp_path / "node2_mpich.json", tmp_path / "node2_borders_mpich.json"
     first.write_text(json.dumps([row | {"size_bytes": size} for size in (4, 8)]))
     again.write_text(json.dumps([row | {"size_bytes": 8, "ratio": 2}]))
     assert [(cell.size_bytes, cell.ratio) for cell in ratios.cells_of([again, first])] == [(4, 1), (8, 2)]
