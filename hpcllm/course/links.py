@@ -1,7 +1,7 @@
 """`hpcllm course links`: a student's encoded sum on slow links, beside float32's and ours.
 
 in a Slurm job of several nodes     its own network, as it is                              one row
-root, or user namespaces            4 hosts on this machine, links of each rate            links.sh
+root, or user namespaces            4 hosts on this machine, links of each rate            a shell script
 neither                             ranks sleep as long as a message takes on the link     watched.py
 
 seconds of a sum, link by link --> gain over float32 --> the rate at which it falls to 1

@@ -17,13 +17,17 @@ MOST_CPU_S = 1200  # of a rank with all its threads; runner.py ends it long befo
 
 
 def load_file(path: Path) -> ModuleType:
-    """Run the student's file as a module."""
+    """Run the student's file as a module; nothing is written beside it."""
     spec = importlib.util.spec_from_file_location("student", path)
     if not spec or not spec.loader:
         raise LawError("missing", f"{path.name} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules["student"] = module
-    spec.loader.exec_module(module)
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode = writes
     return module
 
 

@@ -25,7 +25,7 @@ LEVELS = ("debug", "info", "warning")
 
 def start() -> None:
     """Show stacks at a crash and on SIGUSR2, and log as HPCLLM_LOG says. Raises ConfigError."""
-    with suppress(AttributeError, OSError, ValueError, io.UnsupportedOperation):  # standard error may be closed
+    with suppress(AttributeError, OSError, RuntimeError, ValueError, io.UnsupportedOperation):  # stderr may be closed
         if not faulthandler.is_enabled():
             faulthandler.enable()
         faulthandler.register(signal.SIGUSR2, all_threads=True)

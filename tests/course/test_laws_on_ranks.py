@@ -74,10 +74,11 @@ def test_a_watched_communicator_counts_persistent_sends_and_arrays_of_no_values(
         sends.Start()
         sends.Wait()
         receives.Wait()
-    own.Isend(np.empty((1, 0), np.float32), dest=peer).Wait()
-    own.Recv(np.empty(0, np.float32), source=peer)
-    own.Isend([np.zeros(9, np.float32), np.int64(2), MPI.FLOAT], dest=peer).Wait()
-    own.Recv(np.empty(2, np.float32), source=peer)
+    of_two = [np.zeros(9, np.float32), np.int64(2), MPI.FLOAT]
+    for length, sent in ((0, np.empty((1, 0), np.float32)), (2, of_two)):
+        request = own.Isend(sent, dest=peer)  # not buffered: it ends with the receive below
+        own.Recv(np.empty(length, np.float32), source=peer)
+        request.Wait()
     assert (own.messages, own.sent_bytes, own.is_persistent) == (4, 6 + 0 + 8, True)
     own.Free()
 

@@ -116,7 +116,7 @@ def logits_of(decoder, asked, tokens=12, **settings):
 
 @pytest.mark.parametrize("texts", [2, 3, 16, 33])
 def test_logits_of_a_batch_are_those_of_each_text_alone(decoder, texts):
-    """To 1e-5; the likeliest tokens are the same wherever the two likeliest ones lie further apart than that."""
+    """To 2e-5 of the largest; the likeliest tokens are the same wherever the two likeliest ones lie further apart."""
     asked = requests(texts, 20)
     logits, chosen = logits_of(decoder, asked, texts=texts)
     compared = 0
@@ -124,7 +124,7 @@ def test_logits_of_a_batch_are_those_of_each_text_alone(decoder, texts):
         single, token = logits_of(decoder, [request])
         for place in range(12):
             here, there = logits[index, place], single[0, place]
-            most = 1e-5 * float(there.abs().max())
+            most = 2e-5 * float(there.abs().max())
             assert (here - there).abs().max() <= most
             first, second = there[:61].topk(2).values
             compared += 1

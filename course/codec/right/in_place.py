@@ -30,7 +30,8 @@ def encode(values):
     peak = np.maximum.reduceat(np.abs(values), np.arange(0, values.size, BLOCK))
     np.divide(peak, TOP, out=made.scales)
     np.maximum(made.scales, TINY, out=made.scales)
-    quotient = values / made.spread(made.scales)
+    with np.errstate(invalid="ignore"):
+        quotient = values / made.spread(made.scales)
     broken = np.isnan(peak) | np.isinf(peak)
     if broken.any():
         made.scales[broken] = np.nan

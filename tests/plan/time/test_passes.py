@@ -48,7 +48,11 @@ def test_recomputation_costs_up_to_a_forward_pass(model: str, trainer: str) -> N
     none, selective, full = (
         timed("dgx-a100", model, f"tp=2,recompute={level},trainer={trainer}") for level in ("none", "selective", "full")
     )
-    assert none.forward == selective.forward == full.forward
+    assert none.forward == full.forward
+    if trainer == "hpcllm":  # whose norm adds up in its own kernel, but where its input is kept to compute it again
+        assert none.forward.total_s <= selective.forward.total_s < 1.05 * none.forward.total_s
+    else:
+        assert none.forward == selective.forward
     assert none.backward.total_s < selective.backward.total_s < full.backward.total_s
     again_s = full.backward.total_s - none.backward.total_s
     assert 0.7 * none.forward.total_s < again_s < none.forward.total_s  # all but the head's

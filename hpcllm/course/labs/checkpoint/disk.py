@@ -1,4 +1,4 @@
-"""What a loss of power leaves of files: the worst that the rules of POSIX allow, worked out from the calls made. Pure.
+"""Work out what a loss of power leaves of files, from the calls made: the worst that the rules of POSIX allow. Pure.
 
     write      in memory, until the rank that wrote it syncs the file (ranks may be on several nodes: each has a memory)
     rename     in memory, until somebody syncs the folder; it may reach the disk by itself, and before what was written
@@ -51,7 +51,7 @@ class Disk:
     """A folder whose calls are followed one by one."""
 
     def __init__(self, files: Mapping[str, tuple[int, bytes]]) -> None:
-        """files: name -> number of the inode and content, all on the disk."""
+        """Begin with files that are all on the disk: name -> number of the inode and content."""
         self.inodes = {number: Inode(bytearray(content)) for number, content in files.values()}
         self.names = {name: number for name, (number, _) in files.items()}
         self.stored_names = dict(self.names)

@@ -48,7 +48,7 @@ class Meeting(NamedTuple):
 
 
 class End(NamedTuple):
-    """How a rank ended: returned, raised, or wrong (a LawError; value: hint and what was shown)."""
+    """The end of a rank: returned, raised, or wrong (a LawError; value: hint and what was shown)."""
 
     how: str
     value: Any = None

@@ -1,4 +1,4 @@
-"""What a job loses to failures, and the interval between checkpoints that loses least.
+"""Time that a job loses to failures, and the interval between checkpoints that loses least.
 
     |---- interval ----|cost|---- interval ----|cost|----- x            x: a failure; what came after the last
                                                |.........|             checkpoint is done again

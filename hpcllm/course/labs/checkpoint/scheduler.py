@@ -30,7 +30,7 @@ Deed = Literal["kill", "torn", "fail", "short", "hold"]  # torn: half a write, t
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one call of one rank. index: of its calls; None: of every call."""
+    """The fate of one call of one rank. index: of its calls; None: of every call."""
 
     rank: int
     deed: Deed
@@ -69,7 +69,7 @@ class Event:
 
 @dataclass
 class Run:
-    """What became of a job. ends: of each rank; None: killed, or still waiting when the others had ended."""
+    """The outcome of a job. ends: of each rank; None: killed, or still waiting when the others had ended."""
 
     ends: list[End | None]
     events: list[Event]
