@@ -41,7 +41,7 @@ GREEDY = Sampling(temperature=0.0)
 HEAD = """# Generating text beside transformers
 
 Made by `generation.py`: prompts of 32 tokens, 64 new ones each, the likeliest; random weights of a Llama, the same for
-both; 2 threads of a machine of 2 cores, otherwise quiet. Tokens a second are medians; ratio: ours over `generate` of
+both; 2 threads of a machine of 2 cores. Tokens a second are medians; ratio: ours over `generate` of
 transformers, both taking turns, with the interval of its median. Rows of int8 and int4 are beside transformers in fp32.
 bound: as if a pass took as long as reading all weights once. others: share of the cores that other processes had. Of
 {rows} rows {slower} are slower, in bold.
