@@ -107,7 +107,7 @@ HOSTILE: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "patched grader": (at_load(PATCHED_GRADER), ("tampered",)),
     "patched communicator": (in_function("type(comm).count = lambda *_: None"), ("tampered",)),
     "patched Python": (at_load("import builtins; builtins.max = min"), ("tampered",)),
-    "threads left": (in_function(THREADS), ("",)),
+    "threads left": (in_function(THREADS), ("", "clock")),  # clock: the race, on a busy machine
     "reads the seed": (in_function(SEED), ("exception",)),
     "error handler": (in_function(ERROR_HANDLER), ("crash",)),
     "Finalize": (in_function("from mpi4py import MPI; MPI.Finalize()"), ("not_yours",)),
