@@ -125,7 +125,7 @@ def test_a_check_needs_neither_home_nor_terminal_nor_input(tmp_path):
         surroundings.pop(name, None)
     words = ["sh", "-c", 'exec "$@" <&- 2>&-', "sh", *CHECK, "--folder", str(folder_with(tmp_path, RIGHT.encode()))]
     done = subprocess.run(words, env=surroundings, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert (done.returncode, hint(done.stdout)) in {(0, ""), (1, "clock")}  # the latter: the race, on a busy machine
+    assert (done.returncode, hint(done.stdout)) in {(0, ""), (0, "clock")}  # the latter: the race, on a busy machine
 
 
 @pytest.mark.timeout(300)
