@@ -11,6 +11,7 @@ of GPUs and of other trainers than ours: of another kind of machine or model the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 INSIDE = 0.95  # share of runs that shall lie inside
 MANY = 64  # replicas; from more of them on the second width holds
@@ -26,3 +27,16 @@ def interval_s(step_s: float, replicas: int) -> tuple[float, float]:
 def width(distances: list[float]) -> float:
     """Return the width of these |ln(measured / predicted)|."""
     return sorted(distances)[min(len(distances), math.ceil(INSIDE * (len(distances) + 1))) - 1]
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return Spearman's rank correlation, -1 to 1; equal values share their ranks."""
+    a, b = _ranks(first), _ranks(second)
+    middle = (len(a) - 1) / 2
+    covariance = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
+    spread = sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b)
+    return covariance / spread**0.5 if spread else 0.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    return [sum(v < value for v in values) + (sum(v == value for v in values) - 1) / 2 for value in values]

@@ -27,7 +27,7 @@ from typing import Any
 from published import Row, read_rows
 
 from hpcllm import plotting
-from hpcllm.plan.interval import MANY, WIDTH, WIDTH_OF_MANY, width
+from hpcllm.plan.interval import MANY, WIDTH, WIDTH_OF_MANY, rank_correlation, width
 from hpcllm.plan.prediction import Prediction, predict
 
 HERE = Path(__file__).resolve().parent
@@ -110,21 +110,6 @@ def group_orders(outcomes: Sequence[Outcome]) -> dict[str, float]:
         if len(times) >= SMALLEST_GROUP:
             orders[name] = rank_correlation([t for t, _ in times], [t for _, t in times])
     return orders
-
-
-def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's; equal values share their ranks."""
-    a, b = _ranks(first), _ranks(second)
-    middle = (len(a) - 1) / 2
-    covariance = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
-    spread = sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b)
-    return covariance / spread**0.5 if spread else 0.0
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    return [
-        sum(other < value for other in values) + (sum(other == value for other in values) - 1) / 2 for value in values
-    ]
 
 
 def by_table(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:

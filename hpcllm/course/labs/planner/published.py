@@ -8,7 +8,7 @@ published.toml --> groups of rows that differ in layout alone
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from hpcllm.course.lab import Row, Trial
 from hpcllm.course.labs.planner.given import Layout, Machine, Model
 from hpcllm.plan import predict
+from hpcllm.plan.interval import rank_correlation
 from hpcllm.plan.layouts import parse_pairs
 
 FILE = Path(__file__).with_name("published.toml")
@@ -102,16 +103,3 @@ def order_race(trial: Trial) -> Iterator[Row]:
             both = predicted(trial.student, group), planned(group)
             mine, plan = (2 - rank_correlation(measured, each) for each in both)
             yield Row(group.name, len(group.runs), mine, 1.0, native=plan)
-
-
-def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return Spearman's; equal values share their ranks."""
-    a, b = _ranks(first), _ranks(second)
-    middle = (len(a) - 1) / 2
-    covariance = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
-    spread = sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b)
-    return covariance / spread**0.5 if spread else 0.0
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    return [sum(v < value for v in values) + (sum(v == value for v in values) - 1) / 2 for value in values]
