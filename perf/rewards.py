@@ -57,7 +57,7 @@ kind = "grpo"
 samples = 8
 tokens = 7
 [optimizer]
-learning_rate = 7e-4
+learning_rate = 5e-4
 warmup_steps = 5
 beta2 = 0.99
 weight_decay = 0.0
@@ -65,7 +65,7 @@ weight_decay = 0.0
 every_steps = 10
 [log]
 every_steps = 5
-validation_every_steps = 25
+validation_every_steps = 50
 trackers = []
 """
 
@@ -80,14 +80,14 @@ class Family:
     steps: int
 
 
-FAMILIES = {"sort": Family(4, 600, 260, 160), "addition": Family(2, 1200, 450, 160)}
+FAMILIES = {"sort": Family(4, 600, 260, 900), "addition": Family(2, 1200, 450, 900)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=", ".join(FAMILIES))
-    parser.add_argument("--steps", type=int, metavar="N", help="of GRPO, in a new FOLDER (default: 160)")
+    parser.add_argument("--steps", type=int, metavar="N", help="of GRPO, in a new FOLDER (default: 900)")
     parser.add_argument("--table", action="store_true", help="train nothing")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,8 @@ GENERAL = {
     "missing": "The file has to keep the names that it started with.",
     "unfinished": "Nothing is written there yet: replace `raise NotImplementedError`.",
     "deadlock": "Every rank waits for another one. Draw who sends to whom in which order: for each receive there has "
-    "to be one send, and of two ranks that both send first with blocking calls neither comes to its receive.",
+    "to be one send, of the same tag, and of two ranks that both send first with blocking calls neither comes to its "
+    "receive.",
     "endless": "A loop does not end. Which condition ends it, and does that come true on this rank, too?",
     "crash": "A process of the check ended in the middle: by an exit of your file, by a signal, by the system because "
     "of a wrong address in compiled code or too much memory, or by MPI after an error.",

@@ -30,7 +30,7 @@ from mpi4py import MPI
 
 from hpcllm.course.catalogue import find_lab, load_lab
 from hpcllm.course.lab import Lab, Law, LawError, Prediction, Race, Row, Trial
-from hpcllm.course.processes import shared_memory, where_pids_count
+from hpcllm.course.processes import end_with_parent, shared_memory, where_pids_count
 from hpcllm.course.student_file import borrowed_name, hint_of, limit, load_file, text_of
 from hpcllm.course.untouched import Untouched
 from hpcllm.course.watched import watched
@@ -227,6 +227,7 @@ def ends_mpi() -> None:
 
 def run(folder: Path) -> None:
     """Run the stages of a check. Collective over all ranks."""
+    end_with_parent()
     rank = Rank(folder)
     rank.say("ready", library=MPI.Get_library_version().strip().splitlines()[0][:80], pid=os.getpid(),
              host=where_pids_count(), step=slurm_step(), shared=shared_memory())  # fmt: skip

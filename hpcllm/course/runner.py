@@ -13,6 +13,7 @@ program of this user. Grade strangers' files in a container, or as a user who ow
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import re
@@ -42,7 +43,10 @@ MOST_RECORD_BYTES = 1 << 24  # of a rank; more is not read
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in ', re.MULTILINE)
 CALLS = r"[Ww]ait\w*|\w*[Ss]end\w*|\w*[Rr]ecv\w*|[Pp]robe|Test\w*|[Bb]arrier|I?([Aa]ll|[Gg]ather|[Rr]educe|[Bb]cast)\w*"
 WAITS = re.compile(rf"\b({CALLS})\(")
-BY_THE_WORLD = ("deadlock", "exception", "truncated", "other")  # hints of what messages to wrong ranks end in
+NOT_BY_THE_WORLD = (  # what a file does wrong whichever communicator it uses
+    *("borrowed", "endless", "files", "forbidden", "form", "length", "memory", "missing", "not_yours", "stopped"),
+    *("tampered", "unfinished"),
+)
 Record = dict[str, Any]
 
 
@@ -142,7 +146,7 @@ def run_check(entry: Entry, file: Path | None, seed: str, advance: Callable[[str
         with job([*words, sys.executable, "-m", "hpcllm.course.ranks", str(folder)], folder, environment) as started:
             outcome = _watch(started, _Watch(folder), file, advance)
             outcome.printed = started.output.decode("utf-8", "replace")
-        if outcome.fault and outcome.fault["hint"] in BY_THE_WORLD and file and _uses_world(file):
+        if outcome.fault and outcome.fault["hint"] not in NOT_BY_THE_WORLD and file and _uses_world(file):
             outcome.fault["hint"] = "world"
         outcome.output = started.output.decode("utf-8", "replace")
         outcome.seconds = time.monotonic() - start_s
@@ -165,7 +169,13 @@ def _scratch() -> Iterator[Path]:
 
 
 def _uses_world(file: Path) -> bool:
-    return "COMM_WORLD" in file.read_text(encoding="utf-8", errors="replace")
+    """Return True if COMM_WORLD is named in the file's code; in a comment it does no harm."""
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8", errors="replace"))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    names = (getattr(node, "attr", getattr(node, "id", getattr(node, "name", ""))) for node in ast.walk(tree))
+    return "COMM_WORLD" in names
 
 
 def _watch(started: Job, watch: _Watch, file: Path | None, advance: Callable[[str], None]) -> Outcome:

@@ -38,10 +38,10 @@ class Budget:
     threads: int = 0  # waits of the program for threads that sum and gather; how many are needed is a matter of time
 
 
-# where a codec has run on the device before, in another test, the damage words of two streams are read, too: 2 launches
-# and 4 events
+# with what comes where a codec has run on the device before, in another test: the damage words of two streams are read,
+# too, which takes 2 launches and 4 events
 BUDGETS = {
-    "dp=1": Budget(1, {}, launches=1030, events=1, copies=2),
+    "dp=1": Budget(1, {}, launches=1030, events=5, copies=2),
     "dp=2": Budget(2, {}, launches=1035, events=29, copies=10, lane_waits=8, threads=8),
     "pp=2": Budget(2, {"mesh": {"pp": 2}}, launches=620, events=20, copies=10, lane_waits=4, threads=4),
     # 4 sums a layer and microbatch, and what splits the vocabulary: each reads what it is to send

@@ -75,8 +75,10 @@ def check_places(trial: Trial) -> None:
     length = parts[trial.comm.rank]
     found = trial.student.place(length, trial.comm)
     wanted = sum(parts[: trial.comm.rank]), sum(parts)
-    if not isinstance(found, tuple) or tuple(found) != wanted:
-        said = f"parts of {parts}: on rank {trial.comm.rank} place is {found}, not {wanted}"
+    said = f"parts of {parts}: on rank {trial.comm.rank} place is {found!r:.100}, not {wanted}"
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise LawError("two_numbers", said)
+    if tuple(found) != wanted:
         raise LawError("offset", said)
 
 

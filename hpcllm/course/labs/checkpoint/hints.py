@@ -3,6 +3,7 @@
 from hpcllm.course.ranges import HINTS as RANGES
 
 HINTS = RANGES | {
+    "two_numbers": "place returns two whole numbers: where this rank's part begins, and the length of the whole array.",
     "offset": "Parts need not have equal lengths: where a rank's part begins is the sum of the lengths of the ranks "
     "before it (exscan), not rank times length.",
     "order": "It works if no rank is late, and not in this order. Which rank uses something (a file, a name) that "

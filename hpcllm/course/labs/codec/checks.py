@@ -141,8 +141,11 @@ def check_feedback(trial: Trial) -> None:
         before = residual.copy()
         if trial.case["nan"] and step == 3:
             values[n // 2] = np.nan
-        data = trial.student.with_feedback(values.copy(), residual)
+        given = values.copy()
+        data = trial.student.with_feedback(given, residual)
         fail(trial, wrong_form(data, np.uint8, encoded_bytes(n), "with_feedback"))
+        if given.tobytes() != values.tobytes():
+            raise LawError("overwritten", f"n = {n}, step {step}: with_feedback has changed the values")
         decoded = ours.decode(np.ascontiguousarray(data), n)
         scale = scales_like(data, n)
         fail(trial, wrong_step(values, before, residual, decoded, scale, f"n = {n}, step {step}"))

@@ -36,7 +36,7 @@ def with_feedback(values: Values, residual: Values) -> Bytes:
     """Return the encoding of values + residual; afterwards residual, in place, is what that encoding left out.
 
     So what is sent over many steps is, up to the last residual, the sum of the values. Where it is not finite,
-    residual is 0: else one NaN would be there for ever.
+    residual is 0: else one NaN would be there for ever. values stay.
     """
     raise NotImplementedError
 

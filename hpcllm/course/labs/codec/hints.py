@@ -4,11 +4,11 @@ from __future__ import annotations
 
 FORM_HINTS = {
     "form": "The function returns something else than its docstring says: look at its type, its dtype, and its length.",
-    "length": "The encoding has another length: n codes of one byte, and four bytes for each block.",
+    "length": "The encoding has another length: n codes of one byte, and four bytes for each block of 256 values.",
     "padded": "The zeros that fill up the last block are sent, too. Cut the codes to n.",
     "tail": "The last block is shorter than the others and has a scale all the same: how many blocks do n values have?",
     "empty_block": "There is a block too many where 256 divides n: n // 256 + 1 is not n / 256 rounded up.",
-    "layout": "The scales come first, then the codes.",
+    "layout": "First come the scales of all blocks, then all codes.",
     "overwritten": "What the function was given has changed, and belongs to the caller. Work on a copy.",
     "shared": "The function returns the same memory each time. One encoding may still be on its way when the next is "
     "made.",

@@ -17,7 +17,7 @@ from hpcllm.course.labs.planner.given import Layout, Machine, Model
 from hpcllm.course.labs.planner.laws import draw_machine, draw_model
 
 NARROW = tuple(each.name for each in reversed(fields(Layout)))  # most easily forgotten first
-CARELESS = ("micro_batch", "recompute", "shard", "heads", "layers", "devices", "memory", "activations")
+CARELESS = ("micro_batch", "recompute", "shard", "heads", "layers", "devices", "memory", "activations", "powers")
 MOST_DRAWS = 300  # until a case tells
 CLEARLY = 1e-3  # relative
 Found = tuple[Layout, float, float]  # a layout, its seconds and its bytes
@@ -42,6 +42,10 @@ def machine_of(case: Mapping[str, Any]) -> tuple[Model, Machine]:
     """Draw the model and the machine of a case; memory by our own formula."""
     drawn = random.Random(case["seed"])
     model = draw_model(drawn, drawn.choice((4, 6, 8)))
+    if drawn.random() < 0.5:  # tp = 3 divides it, too
+        model = replace(
+            model, heads=12, hidden=96 * drawn.randrange(1, 5), ffn=3 * model.ffn, vocabulary=3 * model.vocabulary
+        )
     machine = draw_machine(drawn, drawn.choice((2, 4, 16)))
     sizes = [memory(model, each, case["batch"]) for each in ours.layouts(model, case["devices"], case["batch"])]
     least, most = min(sizes, default=1.0), max(sizes, default=1.0)
@@ -68,6 +72,8 @@ def tells(case: Mapping[str, Any], careless: str) -> bool:
     limit = machine.memory_bytes if careless != "memory" else float("inf")
     without = "activations" if careless == "activations" else ""
     there = [each for each in ours.layouts(model, devices, batch, part) if memory(model, each, batch, without) <= limit]
+    if careless == "powers":
+        there = [each for each in there if each.tp & (each.tp - 1) == 0]
     if careless in NARROW:
         there = [each for each in there if getattr(each, careless) == getattr(Layout(), careless)]
     fastest_s = min((ours.step_seconds(model, each, machine, batch) for each in there), default=float("inf"))
