@@ -41,7 +41,10 @@ MEMORY_BYTES = 1 << 30  # that a rank may ask for beside what it has when the st
 LOOK_S = 0.05
 MOST_RECORD_BYTES = 1 << 24  # of a rank; more is not read
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in ', re.MULTILINE)
-CALLS = r"[Ww]ait\w*|\w*[Ss]end\w*|\w*[Rr]ecv\w*|[Pp]robe|Test\w*|[Bb]arrier|I?([Aa]ll|[Gg]ather|[Rr]educe|[Bb]cast)\w*"
+CALLS = (
+    r"[Ww]ait\w*|\w*[Ss]end\w*|\w*[Rr]ecv\w*|[Pp]robe|Test\w*|[Bb]arrier|\w*[Ss]can|"
+    r"I?([Aa]ll|[Gg]ather|[Rr]educe|[Bb]cast|[Ss]catter)\w*"
+)
 WAITS = re.compile(rf"\b({CALLS})\(")
 NOT_BY_THE_WORLD = (  # what a file does wrong whichever communicator it uses
     *("borrowed", "endless", "files", "forbidden", "form", "length", "memory", "missing", "not_yours", "stopped"),

@@ -110,7 +110,7 @@ HOSTILE: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "patched Python": (at_load("import builtins; builtins.max = min"), ("tampered",)),
     "threads left": (in_function(THREADS), ("", "clock")),
     "reads the seed": (in_function(SEED), ("exception",)),
-    "error handler": (in_function(ERROR_HANDLER), ("crash",)),
+    "error handler": (in_function(ERROR_HANDLER), ("crash", "world")),
     "Finalize": (in_function("from mpi4py import MPI; MPI.Finalize()"), ("not_yours",)),
     "Abort": (in_function(ABORTS), ("not_yours",)),
     "Abort of the world": (in_function("from mpi4py import MPI; MPI.COMM_WORLD.Abort(0)"), ("crash", "world")),

@@ -26,9 +26,14 @@ def right_files(lab: str) -> dict[str, str]:
 
 
 def wrong_files(lab: str, base: str) -> dict[str, tuple[str, list[str]]]:
-    """Return the wrong variants of the correct file `base`: text, and the hints of which one has to come."""
+    """Return the wrong variants of the correct file `base`: text, and the hints of which one has to come.
+
+    Files that use the world are left to real checks: here all communicators have the world's ranks in its order.
+    """
     found = {}
     for name, fault in tomllib.loads((COURSE / lab / "wrong.toml").read_text()).items():
+        if fault["hints"] == ["world"]:
+            continue
         text = right_files(lab)[base]
         for old, new in fault["replace"]:
             assert old in text, (name, old)

@@ -12,6 +12,7 @@ import pytest
 
 from hpcllm.course.catalogue import LABS, load_lab
 from hpcllm.course.lab import GENERAL, LawError, Trial
+from hpcllm.course.student_file import borrowed_name, load_file
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "course"))
@@ -38,6 +39,15 @@ def test_a_lab_has_three_right_and_twelve_wrong_variants_with_hints_that_exist(l
     known = {*load_lab(LABS[lab]).hints, *GENERAL}
     assert {hint for variant in mine for hint in variant.hints} <= known
     assert len({variant.text for variant in mine}) == len(mine)
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.hints], ids=name)
+def test_a_right_file_loads_and_borrows_nothing(variant, tmp_path):
+    file = tmp_path / f"{variant.lab}.py"
+    file.write_text(variant.text, encoding="utf-8")
+    student = load_file(file)
+    assert borrowed_name(student) == ""
+    assert all(callable(getattr(student, each)) for each in load_lab(LABS[variant.lab]).functions)
 
 
 @pytest.mark.parametrize("variant", ALONE, ids=name)
