@@ -80,14 +80,14 @@ class Family:
     steps: int
 
 
-FAMILIES = {"sort": Family(4, 600, 260, 900), "addition": Family(2, 1200, 450, 900)}
+FAMILIES = {"sort": Family(4, 600, 260, 2000), "addition": Family(2, 1200, 450, 2000)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=", ".join(FAMILIES))
-    parser.add_argument("--steps", type=int, metavar="N", help="of GRPO, in a new FOLDER (default: 900)")
+    parser.add_argument("--steps", type=int, metavar="N", help="of GRPO, in a new FOLDER (default: 2000)")
     parser.add_argument("--table", action="store_true", help="train nothing")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
