@@ -46,7 +46,7 @@ REFERENCE = SimpleNamespace(one_f_one_b=one_f_one_b, less_idle=less_idle)
 
 def shapes(drawn: random.Random, _: int) -> Iterator[Mapping[str, Any]]:
     """Yield ranks and microbatches: one of each, fewer microbatches than ranks, many."""
-    fixed = [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2), (3, 5), (4, 8)]
+    fixed = [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2), (3, 5), (4, 8), (4, 1), (5, 2)]
     more = [(drawn.randrange(2, 9), drawn.randrange(1, 30)) for _ in range(8)]
     yield from ({"stages": stages, "microbatches": m} for stages, m in fixed + sorted(more))
 
