@@ -135,6 +135,16 @@ def test_logits_of_a_batch_are_those_of_each_text_alone(decoder, texts):
     assert compared > 10 * texts
 
 
+def test_logits_of_a_batch_are_as_near_as_1e_5_for_weights_as_they_begin():
+    """The sharp weights above are 20 times as large, which rounding feels."""
+    decoder, asked = build(LONG, whole(LONG), seed=2), requests(16, 20)
+    logits, _ = logits_of(decoder, asked, texts=16)
+    for index, request in enumerate(asked):
+        single, _ = logits_of(decoder, [request])
+        there = single[0, 0]
+        assert (logits[index, 0] - there).abs().max() <= 1e-5 * float(there.abs().max())
+
+
 @pytest.mark.parametrize("spare_blocks", [0, 2, 9])
 def test_little_room_changes_no_text_and_is_never_exceeded(spare_blocks):
     """The youngest texts give way and are read again: here there is room for one and a little."""
