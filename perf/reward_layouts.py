@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-from rewards import FAMILIES, GRPO, settings
+from rewards import FAMILIES, GRPO, from_base
 
 from hpcllm.system.output import say, write_whole
 from hpcllm.system.text import table
@@ -43,17 +43,14 @@ def main() -> None:
 
 def learned(folder: Path, name: str, layout: str) -> Path:
     """Make the run of a layout, unless it is there; return its log."""
-    base = f"runs/base-{name}/checkpoints/step_{FAMILIES[name].base_at:08d}.h5"
     log = folder / "runs" / f"{name}-{layout.replace(' ', '-')}" / "log.jsonl"
     text = GRPO.format(steps=STEPS).replace("every_steps = 5\n", "every_steps = 1\n")
     write_whole(folder / "layouts.toml", text)
-    pairs = [f"run.name={log.parent.name}", f"run.start_from={base}", f"data.store={name}.h5"]
-    pairs += [f'finetuning.reward.prompts="{name}:{FAMILIES[name].size}"']
-    pairs += [f"mesh.{layout}=2"] if layout != LAYOUTS[0] else []
-    if layout == "pp":
-        pairs += ["pipeline.microbatches=2"]
+    more = [] if layout == LAYOUTS[0] else [f"mesh.{layout}=2"]
+    more += ["pipeline.microbatches=2"] if layout == "pp" else []
     start = ["mpirun", "-n", "2"] if layout != LAYOUTS[0] else []
-    words = [*start, sys.executable, "-c", ALL_TEXTS, "finetune", "layouts.toml", *settings(*pairs)]
+    words = [*start, sys.executable, "-c", ALL_TEXTS, "finetune", "layouts.toml"]
+    words += from_base(name, log.parent.name, *more)
     subprocess.run(words, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
     return log
 

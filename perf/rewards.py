@@ -100,20 +100,29 @@ def main() -> None:
 def learn(folder: Path, name: str, family: Family) -> None:
     """Go on with what is not done yet of a family."""
     store, named = f"{name}.h5", f"{name}:{family.size}"
-    base = Path("runs") / f"base-{name}" / "checkpoints" / f"step_{family.base_at:08d}.h5"
+    base = base_of(name)
     write_whole(folder / "base.toml", BASE.format(base_steps=family.base_steps, base_at=family.base_at))
     write_whole(folder / "grpo.toml", GRPO.format(steps=family.steps))
     if not (folder / store).exists():
         hpcllm(folder, "problems", named, "--count", "6000", "--output", f"{name}.txt")
         hpcllm(folder, "prepare", f"{name}.txt", "--output", store, "--vocabulary", "290")
     task, measured = f"generate={named}", f"base-{name}.json"
-    common = [f"data.store={store}"]
     if not (folder / base).exists():
-        hpcllm(folder, "train", "base.toml", *settings(*common, f"run.name=base-{name}"))
+        hpcllm(folder, "train", "base.toml", *settings(f"data.store={store}", f"run.name=base-{name}"))
     if not (folder / measured).exists():
         hpcllm(folder, "evaluate", str(base), "--task", task, "--json", measured)
-    begun = [f"run.name=grpo-{name}", f"run.start_from={base}", f'finetuning.reward.prompts="{named}"']
-    hpcllm(folder, "finetune", "grpo.toml", *settings(*common, *begun))
+    hpcllm(folder, "finetune", "grpo.toml", *from_base(name, f"grpo-{name}"))
+
+
+def base_of(name: str) -> Path:
+    """Name the checkpoint that GRPO of a family begins with, in its folder."""
+    return Path("runs") / f"base-{name}" / "checkpoints" / f"step_{FAMILIES[name].base_at:08d}.h5"
+
+
+def from_base(name: str, run: str, *more: str) -> list[str]:
+    """Return the words that make a run of this name of a family's problems, from its base."""
+    named = f'finetuning.reward.prompts="{name}:{FAMILIES[name].size}"'
+    return settings(f"data.store={name}.h5", f"run.name={run}", f"run.start_from={base_of(name)}", named, *more)
 
 
 def settings(*pairs: str) -> list[str]:

@@ -21,6 +21,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,14 +32,14 @@ LOOK_S = 0.01
 MOST_OUTPUT_BYTES = 1 << 16
 SHARED_MEMORY = "/dev/shm/"
 PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG = 36, 1
+LIBC = ctypes.CDLL(None)  # loaded before any fork
 
 
 class Job:
     """A job that was started. output: the end of what its processes printed."""
 
     def __init__(self, words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
-        library = ctypes.CDLL(None)  # loaded before the fork
-        library.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.before = frozenset(descendants(os.getpid()))
         self.output = bytearray()
         self.steps: set[str] = set()  # of Slurm, JOB.STEP, as the ranks say them
@@ -51,7 +52,7 @@ class Job:
             cwd=folder,
             env=environment,
             start_new_session=True,  # Ctrl-C is ours; they are ended below
-            preexec_fn=lambda: library.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),  # if this process is killed
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),  # mpirun and srun then end the ranks
         )
         self._reader = threading.Thread(target=self._drain, daemon=True)
         self._reader.start()
@@ -155,9 +156,9 @@ def undisturbed() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_with_parent() -> None:
-    """Let this process be killed when the one that started it ends: the last resort for ranks of a killed check."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def end_with_parent(number: signal.Signals) -> None:
+    """Let this process get a signal when the one that started it ends, killed or not."""
+    LIBC.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def _send(pid: int, number: signal.Signals) -> None:

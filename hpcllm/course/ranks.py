@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import random
+import signal
 import sys
 import time
 import traceback
@@ -227,7 +228,7 @@ def ends_mpi() -> None:
 
 def run(folder: Path) -> None:
     """Run the stages of a check. Collective over all ranks."""
-    end_with_parent()
+    end_with_parent(signal.SIGKILL)  # should mpirun be killed, or end before its ranks
     rank = Rank(folder)
     rank.say("ready", library=MPI.Get_library_version().strip().splitlines()[0][:80], pid=os.getpid(),
              host=where_pids_count(), step=slurm_step(), shared=shared_memory())  # fmt: skip

@@ -1,8 +1,7 @@
 """Files of lab 1 that do what no solution does, each with the hints of which one has to come.
 
 The right file, but that `one_way`, or the file while it is loaded, does this; in `ranks_of` the folder of the check is
-the working directory, and four processes run the file at once. Where a file is a right one in spite of all, the hint
-"clock" is that of the race, which a busy machine can lose.
+the working directory, and four processes run the file at once.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ HOSTILE: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "kill -STOP": (in_function("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"), ("stopped",)),
     "ignores signals": (in_function(IGNORES_SIGNALS), ("endless",)),
     "wrong address": (in_function("import ctypes; ctypes.string_at(0)"), ("crash",)),
-    "fork": (in_function(CHILD_AS_RANK), ("", "clock")),
+    "fork": (in_function(CHILD_AS_RANK), ("",)),
     "fork bomb": (in_function(FORK_BOMB), ("endless",)),
     "10 GB": (in_function(TEN_GIGABYTES), ("memory",)),
     "prints for ever": (in_function("while True: print('x' * 10_000)"), ("endless",)),
@@ -108,7 +107,7 @@ HOSTILE: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "patched grader": (at_load(PATCHED_GRADER), ("tampered",)),
     "patched communicator": (in_function("type(comm).count = lambda *_: None"), ("tampered",)),
     "patched Python": (at_load("import builtins; builtins.max = min"), ("tampered",)),
-    "threads left": (in_function(THREADS), ("", "clock")),
+    "threads left": (in_function(THREADS), ("",)),
     "reads the seed": (in_function(SEED), ("exception",)),
     "error handler": (in_function(ERROR_HANDLER), ("crash", "world")),
     "Finalize": (in_function("from mpi4py import MPI; MPI.Finalize()"), ("not_yours",)),

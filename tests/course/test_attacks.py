@@ -57,7 +57,9 @@ def folder_with(tmp_path: Path, data: bytes) -> Path:
 
 
 def hint(text: str) -> str:
-    return next((part["hint_key"] for part in json.loads(text)["parts"] if part["hint_key"]), "")
+    """The first hint but that of the race, which a right file can lose on a busy machine."""
+    parts = [part for part in json.loads(text)["parts"] if part["stage"] != "races"]
+    return next((part["hint_key"] for part in parts if part["hint_key"]), "")
 
 
 LONG = pytest.mark.full(reason="ends by a limit of time; one of them is in test_check.py")
@@ -125,7 +127,7 @@ def test_a_check_needs_neither_home_nor_terminal_nor_input(tmp_path):
         surroundings.pop(name, None)
     words = ["sh", "-c", 'exec "$@" <&- 2>&-', "sh", *CHECK, "--folder", str(folder_with(tmp_path, RIGHT.encode()))]
     done = subprocess.run(words, env=surroundings, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert (done.returncode, hint(done.stdout)) in {(0, ""), (0, "clock")}  # the latter: the race, on a busy machine
+    assert (done.returncode, hint(done.stdout)) == (0, "")
 
 
 @pytest.mark.timeout(300)

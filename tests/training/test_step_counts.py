@@ -38,16 +38,14 @@ class Budget:
     threads: int = 0  # waits of the program for threads that sum and gather; how many are needed is a matter of time
 
 
-# with what comes where a codec has run on the device before, in another test: the damage words of two streams are read,
-# too, which takes 2 launches and 4 events
 BUDGETS = {
-    "dp=1": Budget(1, {}, launches=1030, events=5, copies=2),
-    "dp=2": Budget(2, {}, launches=1035, events=29, copies=10, lane_waits=8, threads=8),
-    "pp=2": Budget(2, {"mesh": {"pp": 2}}, launches=620, events=20, copies=10, lane_waits=4, threads=4),
+    "dp=1": Budget(1, {}, launches=1030, events=1, copies=2),
+    "dp=2": Budget(2, {}, launches=1035, events=25, copies=10, lane_waits=8, threads=8),
+    "pp=2": Budget(2, {"mesh": {"pp": 2}}, launches=620, events=16, copies=10, lane_waits=4, threads=4),
     # 4 sums a layer and microbatch, and what splits the vocabulary: each reads what it is to send
-    "tp=2": Budget(2, {"mesh": {"tp": 2}}, launches=1170, events=80, copies=68, reads=31, waits=3),
+    "tp=2": Budget(2, {"mesh": {"tp": 2}}, launches=1170, events=76, copies=68, reads=31, waits=3),
     "shard=all": Budget(
-        2, {"optimizer": {"shard": "all"}}, launches=1120, events=245, copies=62, lane_waits=56, threads=40
+        2, {"optimizer": {"shard": "all"}}, launches=1120, events=241, copies=62, lane_waits=56, threads=40
     ),
 }
 COLUMNS = "launches records waits to_device bytes to_host bytes reads syncs threads lane_waits longest"
@@ -75,7 +73,9 @@ def row(counts: Counts) -> list[int | str]:
 
 
 @pytest.mark.parallel([1, 2])
-def test_a_step_keeps_to_its_budget(comm):
+def test_a_step_keeps_to_its_budget(comm, monkeypatch):
+    # words of damage of codecs that other tests have run would be waited for and read, too
+    monkeypatch.setattr("hpcllm.codecs.gpu.device_codecs._words", {})
     found = {layout: step_counts(layout, comm) for layout, budget in BUDGETS.items() if budget.ranks == comm.size}
     if comm.rank == 0:
         print("", f"{'layout, rank':14}" + "".join(f"{name:>11}" for name in COLUMNS.split()), sep="\n")
