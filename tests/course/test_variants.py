@@ -24,7 +24,7 @@ FITS = ("swapped", "bandwidth", "absolute_errors", "half_a_ring", "whole_arrays"
 FITS += ("roots_of_the_times", "right_side_not_divided", "megabytes", "chunks_rounded", "no_latency")
 ALONE = [v for v in VARIANTS if v.lab == "pipeline" and v.hints not in (("endless",), ("predicts_idle",))]
 ALONE += [v for v in VARIANTS if v.lab == "latency" and (not v.hints or v.name in FITS)]
-SAMPLED = ("allreduce/second_half_adds",)
+SAMPLED = ("allreduce/second_half_adds", "tensor_parallel/ranges_of_the_world")
 
 
 def name(variant: Variant) -> str:
