@@ -2,11 +2,13 @@
 
     python perf/generation.py perf/generation.json [--threads N] [--turns N] [--models 26m ...] > perf/generation.md
 
-Random weights of a Llama, which both load from one folder; prompts of 32 tokens, 64 new ones, the likeliest each. Both
-take turns, ours and theirs one after the other; a turn's ratio is ours over theirs, and its interval is that of the
-median (the order statistics that hold it with 95 %). The bound: bytes of all weights but the embedding, read once a
-pass, over the rate at which this machine reads memory, measured beside it. Rows of 8 and 4 bits are ours beside theirs
-in fp32: transformers has no such weights on CPUs without another library. MB: of all weights, as ours are held.
+Random weights of a Llama, which all load from one folder; prompts of 32 tokens, 64 new ones, the likeliest each. A turn
+runs ours, in each form of its weights, and transformers in each of its ways, one after the other: with sdpa attention,
+its default; with eager attention; and with forward compiled by torch.compile over a static cache. A row is ours beside
+the way whose median is best; a turn's ratio is theirs over ours in seconds, and its interval is that of the median (the
+order statistics that hold it with 95 %). The bound: bytes of all weights but the embedding, read once a pass, over the
+rate at which this machine reads memory, measured beside it. Rows of 8 and 4 bits are ours beside theirs in fp32:
+transformers has no such weights on CPUs without another library. MB: of all weights, as ours are held.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -35,16 +37,18 @@ from hpcllm.model.transformer import Decoder
 from hpcllm.system.hardware.node import multiplies
 from hpcllm.system.output import say, write_whole
 
+T = TypeVar("T")
 PROMPT, NEW, VOCABULARY = 32, 64, 8192
 MODELS = {"26m": (8, 512), "125m": (12, 896)}  # layers, hidden
 GREEDY = Sampling(temperature=0.0)
+WAYS = ("sdpa", "eager", "compiled")
 HEAD = """# Generating text beside transformers
 
 Made by `generation.py`: prompts of 32 tokens, 64 new ones each, the likeliest; random weights of a Llama, the same for
-both; 2 threads of a machine of 2 cores. Tokens a second are medians; ratio: ours over `generate` of
-transformers, both taking turns, with the interval of its median. Rows of int8 and int4 are beside transformers in fp32.
-bound: as if a pass took as long as reading all weights once. others: share of the cores that other processes had. Of
-{rows} rows {slower} are slower, in bold.
+all. Machine: {processor}, {cores} cores, {threads} threads; torch {torch}, transformers {transformers}.
+Tokens a second are medians. ratio: ours over `generate` of transformers in its best way, in turns, with the interval of
+its median. Rows of int8 and int4 are beside transformers in fp32. bound: as if a pass took as long as reading all
+weights once. others: share of the cores that other processes had. Of {rows} rows {slower} are slower, in bold.
 """
 
 
@@ -59,45 +63,59 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     rows = json.loads(arguments.rows.read_text(encoding="utf-8")) if arguments.rows.exists() else []
     for name in arguments.models:
-        for row in rows_of(name, arguments.turns, {(row["model"], row["type"], row["batch"]) for row in rows}):
-            rows.append(row)
+        for found in rows_of(name, arguments.turns, {(row["model"], row["type"], row["batch"]) for row in rows}):
+            rows += found
             write_whole(arguments.rows, json.dumps(rows, indent=1) + "\n")
-    print(HEAD.format(rows=len(rows), slower=sum(row["high"] < 1 for row in rows)))
+    slower = sum(row["high"] < 1 for row in rows)
+    facts = {key: rows[-1][key] for key in ("threads", "cores", "processor", "torch", "transformers")}
+    print(HEAD.format(rows=len(rows), slower=slower, **facts))
     say(markdown(rows), wide=True)
 
 
 def markdown(rows: list[dict[str, Any]]) -> Iterator[str]:
-    titles = ["model", "type", "MB", "texts", "ours", "transformers", "ratio", "95 %", "bound", "others"]
+    titles = ["model", "type", "MB", "texts", "ours", *WAYS, "ratio", "95 %", "bound", "others"]
     yield f"| {' | '.join(titles)} |"
     yield "|---|---|" + "---:|" * (len(titles) - 2)
     for row in rows:
         cells = [
             *(str(row[key]) for key in ("model", "type")),
-            *(f"{row['bytes'] / 1e6:.1f}", str(row["batch"])),
-            *(f"{row[key]:.0f}" for key in ("ours", "theirs")),
+            *(f"{row['bytes'] / 1e6:.1f}", str(row["batch"]), f"{row['ours']:.0f}"),
+            *(f"{row['theirs'][way]:.0f}" for way in WAYS),
             "{0}{1:.2f}{0}".format("**" if row["high"] < 1 else "", row["ratio"]),
             *(f"{row['low']:.2f} to {row['high']:.2f}", f"{row['bound']:.0f}", f"{row['others_share']:.0%}"),
         ]
         yield f"| {' | '.join(cells)} |"
 
 
-def rows_of(model: str, turns: int, known: set[tuple[str, str, int]]) -> Iterator[dict[str, Any]]:
-    """Measure what is not known of a model."""
+def rows_of(model: str, turns: int, known: set[tuple[str, str, int]]) -> Iterator[list[dict[str, Any]]]:
+    """Measure what is not known of a model: yields the rows of a type and a number of texts, as they are measured."""
     dtypes = {"fp32": torch.float32} | ({"bf16": torch.bfloat16} if multiplies("bf16") else {})
     with tempfile.TemporaryDirectory() as folder:
         llama(*MODELS[model]).save_pretrained(folder)
         for precision, dtype in dtypes.items():
-            theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-            for held, ours in models(Path(folder), precision, dtype):
-                for batch in (1, 16):
-                    if (model, held, batch) in known:
-                        continue
-                    facts = {"model": model, "type": held, "turns": turns, "utc": time.strftime("%F %T", time.gmtime())}
-                    found, share = with_others(partial(measured, ours, theirs, batch, turns))
-                    yield facts | found | {"others_share": share}
+            load = partial(transformers.AutoModelForCausalLM.from_pretrained, folder, dtype=dtype)
+            theirs = {way: load(attn_implementation="eager" if way == "eager" else "sdpa").eval() for way in WAYS}
+            theirs["compiled"].forward = torch.compile(theirs["compiled"].forward)
+            ours = dict(models(Path(folder), precision, dtype))
+            for batch in (1, 16):
+                if all((model, held, batch) in known for held in ours):
+                    continue
+                facts = {"model": model, "batch": batch, "turns": turns} | of_machine()
+                yield [facts | row for row in measured(ours, theirs, batch, turns)]
 
 
-def with_others(work: Callable[[], dict[str, float]]) -> tuple[dict[str, float], float]:
+def of_machine() -> dict[str, Any]:
+    processor = next(
+        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ":?"
+    )
+    return {
+        "utc": time.strftime("%F %T", time.gmtime()), "threads": torch.get_num_threads(), "cores": os.cpu_count(),
+        "processor": processor.split(":")[1].strip(), "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }  # fmt: skip
+
+
+def with_others(work: Callable[[], T]) -> tuple[T, float]:
     """Return what work returns, and the share of all cores that other processes took meanwhile."""
     before, began_s = busy_ticks() - own_ticks(), time.perf_counter()
     found = work()
@@ -133,32 +151,59 @@ def llama(layers: int, hidden: int) -> Any:
     return transformers.LlamaForCausalLM(shape)
 
 
-def measured(ours: Decoder, theirs: Any, batch: int, turns: int) -> dict[str, float]:
-    """Time both in turns; rates in tokens a second."""
+def measured(ours: dict[str, Decoder], theirs: dict[str, Any], batch: int, turns: int) -> list[dict[str, Any]]:
+    """Time all in turns; rates in tokens a second."""
     prompts = torch.randint(VOCABULARY, (batch, PROMPT), generator=torch.Generator().manual_seed(1))
     requests = [Request(row, 0) for row in prompts.tolist()]
     settings = BatchSettings(NEW, texts=batch, cache_bytes=1 << 28)
 
-    def our_turn() -> None:
-        texts = list(generate_batch(ours, requests, GREEDY, settings, VOCABULARY))
+    def our_turn(model: Decoder) -> None:
+        texts = list(generate_batch(model, requests, GREEDY, settings, VOCABULARY))
         assert sum(len(text.tokens) for text in texts) == batch * NEW
 
-    def their_turn() -> None:
+    def their_turn(way: str) -> None:
+        cache = {"cache_implementation": "static"} if way == "compiled" else {}
+        facts = {"do_sample": False, "min_new_tokens": NEW, "max_new_tokens": NEW, "pad_token_id": 0}
         with torch.inference_mode():
-            made = theirs.generate(prompts, do_sample=False, min_new_tokens=NEW, max_new_tokens=NEW, pad_token_id=0)
+            made = theirs[way].generate(prompts, **facts, **cache)
         assert made.shape == (batch, PROMPT + NEW)
 
-    pairs = [(seconds(our_turn), seconds(their_turn)) for _ in range(turns + 1)][1:]
-    ratios = sorted(theirs_s / ours_s for ours_s, theirs_s in pairs)
+    works = {held: partial(our_turn, model) for held, model in ours.items()}
+    works |= {way: partial(their_turn, way) for way in theirs}
+    for work in works.values():  # what is compiled, is compiled
+        work()
+        work()
+    times, share = with_others(partial(times_of, works, turns))
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    best = min(theirs, key=medians.__getitem__)
+    rates = {name: batch * NEW / value for name, value in medians.items()}
+    return [
+        {"type": held, "ours": rates[held], "theirs": {way: rates[way] for way in theirs}, "others_share": share}
+        | ratio_of(times[best], times[held])
+        | bytes_and_bound(model, batch)
+        for held, model in ours.items()
+    ]
+
+
+def times_of(works: Mapping[str, Callable[[], None]], turns: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(turns):
+        for name, work in works.items():
+            times[name].append(seconds(work))
+    return times
+
+
+def ratio_of(theirs: list[float], ours: list[float]) -> dict[str, float]:
+    ratios = sorted(their_s / our_s for their_s, our_s in zip(theirs, ours, strict=True))
     low, high = interval(ratios)
-    ours_s, theirs_s = (statistics.median(column) for column in zip(*pairs, strict=True))
-    sizes = {name: p.nbytes for name, p in ours.named_parameters()}
-    sizes |= {name: held.data.nbytes for name, held in ours.quantised.items()}
+    return {"ratio": statistics.median(ratios), "low": low, "high": high}
+
+
+def bytes_and_bound(model: Decoder, batch: int) -> dict[str, float]:
+    sizes = {name: p.nbytes for name, p in model.named_parameters()}
+    sizes |= {name: held.data.nbytes for name, held in model.quantised.items()}
     weights = sum(sizes.values()) - sizes["embedding.weight"]
-    return {
-        "bytes": sum(sizes.values()), "batch": batch, "ours": batch * NEW / ours_s, "theirs": batch * NEW / theirs_s,
-        "ratio": statistics.median(ratios), "low": low, "high": high, "bound": batch * read_rate() / weights,
-    }  # fmt: skip
+    return {"bytes": sum(sizes.values()), "bound": batch * read_rate() / weights}
 
 
 def interval(ordered: list[float]) -> tuple[float, float]:

@@ -9,7 +9,7 @@ c   1            --+        |  ^
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 from hpcllm.inference.batch import Text
 from hpcllm.model.paged_cache import BLOCK_TOKENS, CachedPass, PagedCache, side_by_side
 from hpcllm.model.sampling import Sampling, draw
-from hpcllm.model.token_pass import TokenPass, suits
+from hpcllm.model.token_pass import TokenPass, one_thread, suits
 from hpcllm.model.transformer import Decoder, run_block
 
 # called with the logits (texts, at least the vocabulary) of a pass, its texts, and the tokens drawn for them
@@ -77,7 +77,7 @@ class CachedModel:
 
     def draw(self, logits: Tensor, texts: Sequence[Text], uniforms: Sequence[float]) -> list[int]:
         """Draw from logits (texts, at least the vocabulary). Raises NonFiniteError."""
-        with torch.inference_mode():
+        with torch.inference_mode(), one_thread() if self.token_pass else nullcontext():
             histories = [text.after(0) for text in texts] if self.sampling.repetition_penalty != 1 else []
             tokens = draw(logits[:, : self.vocabulary], self.sampling, uniforms, histories)
             self.observe(logits, texts, tokens)

@@ -10,6 +10,6 @@ eager.py             norms and rotary positions where no kernel of gpu/ is
 initialisation.py    weights that do not depend on the layout
 paged_cache.py       keys and values of many texts, in blocks; paged_attention.py: attention to them on CPUs
 quantised.py         weights of 8 or 4 bits
-token_pass.py        one more token of a few texts on CPUs, in one call: token_kernels.py, few_rows.py
+token_pass.py        one more token of each text on CPUs, in one call: token_kernels.py, few_rows.py, tiles.py
 sampling.py          the next token of each text of a batch, from its logits
 """

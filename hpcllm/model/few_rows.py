@@ -2,16 +2,16 @@
 
     y (N, O) = x (N, I) w (O, I)^T + b (O,)
 
-    N < 4     a row of w at a time, one sum for each row of x: memory is read in one stream, as fast as it comes
-    else      tiles: 4 rows of x by 4 of w, 16 sums in registers, so that each number that is loaded is used four times;
-              rows of x that are left over one by one
+    N < 4     a row of w at a time: memory is read in one stream, as fast as it comes
+    else      four rows of w at a time, with rows of x four by four, and what is left one by one: tiles.py
 
-    w         float32, bf16, fp16     widened in registers
-              int8                    the same; a row's sum is multiplied by its scale (quantised.py)
-              4 bits                  N < 4: group by group; else 4 rows at a time are made whole, in the nearest cache
+    w         float32, bf16, fp16     as they lie
+              int8                    the same, always by fours; a row's sums are multiplied by its scale (quantised.py)
+              4 bits                  N < 4: group by group; else four rows are made whole, in the nearest cache
 
 Two inputs that share a byte lie side by side, and vector registers want them apart: so x is put in order first, of each
-group the first inputs of all bytes, then the second ones. Sums are in float32, in an order of the compiler's.
+group the first inputs of all bytes, then the second ones. Rows that do not fill the registers are copied with zeros
+behind them. Sums are in float32.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from numba import types
 from numba.extending import overload
 from numpy.typing import NDArray
 
-from hpcllm.codecs.kernels import inner_kernel, widened
+from hpcllm.codecs.kernels import inner_kernel, narrowed, widened
 from hpcllm.codecs.quantise import high_code, low_code
+from hpcllm.model.tiles import HAS_BF16, STEP, TILE, multiply_four, multiply_one, multiply_pair
 
 Array = NDArray[Any]
 ZERO, ONE = np.float32(0), np.float32(1)
-TILE = 4
 
 
 def add_product(
@@ -53,13 +53,17 @@ def _of_a_kind(x: Any, weight: Any, scales: Any, bias: Any, first: Any, end: Any
 
 @inner_kernel
 def _add_plain(x: Array, weight: Array, scales: Array, bias: Array, first: int, end: int, adds: bool, y: Array) -> None:
-    sums = np.empty((len(x), TILE), np.float32)
+    own, sums = _as_multiplied(x, weight), np.empty((len(x), TILE), np.float32)
+    inputs = weight.shape[1]
+    fits, spare = inputs % STEP == 0, np.zeros((TILE, own.shape[1]), weight.dtype)
     for o in range(first, end, TILE):
-        last = min(o + TILE, end)
-        _multiply(x, weight[o:last], sums)
-        for j in range(last - o):
-            factor = scales[o + j, 0] if scales.shape[1] else ONE
-            _put(sums[:, j], factor, widened(bias[o + j]) if len(bias) else ZERO, adds, y[:, o + j])
+        if fits and o + TILE <= end:
+            _multiply(own, weight[o : o + TILE], sums)
+        else:
+            for j in range(min(TILE, end - o)):
+                spare[j, :inputs] = weight[o + j]
+            _multiply(own, spare, sums)
+        _put(sums, scales, bias, o, min(o + TILE, end), adds, y)
 
 
 @inner_kernel
@@ -67,8 +71,8 @@ def _add_packed(
     x: Array, weight: Array, scales: Array, bias: Array, first: int, end: int, adds: bool, y: Array
 ) -> None:
     half = weight.shape[1] // scales.shape[1]
-    sums, whole = np.empty((len(x), TILE), np.float32), np.empty((TILE, 2 * weight.shape[1]), np.float32)
-    ordered = _in_order(x, scales.shape[1], half)
+    ordered, sums = _in_order(x, scales.shape[1], half), np.empty((len(x), TILE), np.float32)
+    whole = np.zeros((TILE, ordered.shape[1]), np.float32)
     for o in range(first, end, TILE):
         last = min(o + TILE, end)
         if len(x) < TILE:
@@ -78,61 +82,65 @@ def _add_packed(
         else:
             for j in range(last - o):
                 _unpack(weight[o + j], scales[o + j], half, whole[j])
-            _multiply(ordered, whole[: last - o], sums)
-        for j in range(last - o):
-            _put(sums[:, j], ONE, widened(bias[o + j]) if len(bias) else ZERO, adds, y[:, o + j])
+            _multiply(ordered, whole, sums)
+        _put(sums, scales[:, :0], bias, o, last, adds, y)
 
 
 @inner_kernel
-def _put(sums: Array, factor: np.float32, bias: np.float32, adds: bool, y: Array) -> None:
+def _put(sums: Array, scales: Array, bias: Array, first: int, end: int, adds: bool, y: Array) -> None:
     for n in range(len(y)):
-        y[n] = sums[n] * factor + bias + (y[n] if adds else ZERO)
+        for o in range(first, end):
+            value = sums[n, o - first] * (scales[o, 0] if scales.shape[1] else ONE)
+            y[n, o] = value + (widened(bias[o]) if len(bias) else ZERO) + (y[n, o] if adds else ZERO)
 
 
 @inner_kernel
-def _multiply(x: Array, weight: Array, sums: Array) -> None:
-    """Multiply x (N, I) by rows of a weight (up to 4, I): sums (N, 4)."""
-    tiled = len(x) - len(x) % TILE if len(weight) == TILE else 0
+def _multiply(x: Array, w: Array, sums: Array) -> None:
+    """Multiply x (N, I) by four rows w (4, I): sums (N, 4). The same bits, whichever way."""
+    if len(x) < TILE and w.itemsize > 1:
+        for j in range(TILE):
+            for n in range(len(x)):
+                multiply_pair(x[n : n + 1], w[j : j + 1], sums[n : n + 1, j : j + 1])
+        return
+    tiled = len(x) - len(x) % TILE
     for n in range(0, tiled, TILE):
-        _tile(x[n : n + TILE], weight, sums[n : n + TILE])
-    for j in range(len(weight)):
-        for n in range(tiled, len(x)):
-            sums[n, j] = _sum(x[n], weight[j])
+        multiply_four(x[n : n + TILE], w, sums[n : n + TILE])
+    for n in range(tiled, len(x)):
+        multiply_one(x[n : n + 1], w, sums[n : n + 1])
 
 
 @inner_kernel
-def _sum(x: Array, w: Array) -> np.float32:
-    total = ZERO
-    for i in range(len(x)):
-        total += x[i] * widened(w[i])
-    return total
+def _padded(inputs: int) -> int:
+    return (inputs + STEP - 1) // STEP * STEP
 
 
-@inner_kernel
-def _tile(x: Array, w: Array, y: Array) -> None:
-    """Write the 16 sums of four rows with four; in variables of their own, which registers hold."""
-    x0, x1, x2, x3, w0, w1, w2, w3 = x[0], x[1], x[2], x[3], w[0], w[1], w[2], w[3]
-    y00 = y01 = y02 = y03 = y10 = y11 = y12 = y13 = y20 = y21 = y22 = y23 = y30 = y31 = y32 = y33 = ZERO
-    for i in range(len(x0)):
-        a, b, c, d = widened(w0[i]), widened(w1[i]), widened(w2[i]), widened(w3[i])
-        own = x0[i]
-        y00, y01, y02, y03 = y00 + own * a, y01 + own * b, y02 + own * c, y03 + own * d
-        own = x1[i]
-        y10, y11, y12, y13 = y10 + own * a, y11 + own * b, y12 + own * c, y13 + own * d
-        own = x2[i]
-        y20, y21, y22, y23 = y20 + own * a, y21 + own * b, y22 + own * c, y23 + own * d
-        own = x3[i]
-        y30, y31, y32, y33 = y30 + own * a, y31 + own * b, y32 + own * c, y33 + own * d
-    y[0, 0], y[0, 1], y[0, 2], y[0, 3] = y00, y01, y02, y03
-    y[1, 0], y[1, 1], y[1, 2], y[1, 3] = y10, y11, y12, y13
-    y[2, 0], y[2, 1], y[2, 2], y[2, 3] = y20, y21, y22, y23
-    y[3, 0], y[3, 1], y[3, 2], y[3, 3] = y30, y31, y32, y33
+def _as_multiplied(x: Array, weight: Array) -> Array:
+    """Return x as it is multiplied with a weight, with zeros behind it: in bf16 where the machine multiplies that."""
+
+
+@overload(_as_multiplied)  # type: ignore[untyped-decorator]
+def _form_of_a_kind(x: Any, weight: Any) -> Any:  # noqa: ARG001
+    def narrow(x: Any, weight: Any) -> Any:  # noqa: ARG001
+        rounded = np.zeros((len(x), _padded(x.shape[1])), np.uint16)
+        for n in range(len(x)):
+            for i in range(x.shape[1]):
+                rounded[n, i] = narrowed(x[n, i], rounded[n, i])
+        return rounded
+
+    def fill(x: Any, weight: Any) -> Any:  # noqa: ARG001
+        if x.shape[1] % STEP == 0:
+            return x
+        filled = np.zeros((len(x), _padded(x.shape[1])), np.float32)
+        filled[:, : x.shape[1]] = x
+        return filled
+
+    return narrow if HAS_BF16 and weight.dtype == types.uint16 else fill
 
 
 @inner_kernel
 def _in_order(x: Array, groups: int, half: int) -> Array:
     """Put the inputs of each byte's low half before those of the high ones, group by group; zeros fill the last one."""
-    ordered = np.zeros((len(x), groups * 2 * half), np.float32)
+    ordered = np.zeros((len(x), _padded(groups * 2 * half)), np.float32)
     for n in range(len(x)):
         for i in range(x.shape[1]):
             group, place = i // (2 * half), i % (2 * half)

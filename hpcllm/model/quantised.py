@@ -10,7 +10,7 @@ number of inputs, as folders of quantised weights have it: a whole row, of 8 bit
 
 Forward and backward pass each make the weight whole, use it for one product and free it: a pass over 4 (or 2) bytes a
 value, little beside a product with hundreds of tokens, and no second layout for the product with the transposed weight.
-A token of few texts is multiplied by the codes as they are (token_pass.py), on the CPU; on devices, and where tp splits
+A token of each text is multiplied by the codes as they are (token_pass.py), on the CPU; on devices, and where tp splits
 the layers, the weight is made whole for it too. PyTorch's kernels for packed weights multiply by the weight alone, not
 by its transpose, and int8's know no groups.
 Source: arXiv:2305.14314 section 3, whose blocks have 64 values too, but codes of another spacing.

@@ -1,4 +1,4 @@
-"""Layers of a decoder for one more token of each of a few texts, as one kernel that threads run side by side.
+"""Layers of a decoder for one more token of each of many texts, as one kernel that threads run side by side.
 
     thread 0   norm | q k v: its outputs | its heads: rotate, store, attend | output | norm | gate, up | down | norm ..
     thread 1   norm | ...                | ...                              | ...    | ...  | ...      | ...  | ...
@@ -25,12 +25,14 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from hpcllm.codecs.kernels import inner_kernel, narrowed, summing_kernel, widened
-from hpcllm.model.few_rows import TILE, add_product
+from hpcllm.model.few_rows import add_product
 from hpcllm.model.paged_attention import attend_rows, exp_of
+from hpcllm.model.tiles import TILE
 
 Array = NDArray[Any]
 ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
 ROOT_HALF, ROOT_2_PI, CUBIC = np.float32(0.5**0.5), np.float32((2 / math.pi) ** 0.5), np.float32(0.044715)
+X_BYTES = 1 << 19  # of rows that are multiplied at once: a core's own cache holds them
 SPINS = 2000  # looks at the counter, some microseconds, before a thread lets others run
 RELEASED = 1 << 60  # of the counter: nobody waits any more
 let_others_run = ExternalFunction("sched_yield", types.int32())
@@ -137,7 +139,9 @@ def _multiply(
     scales = carray(_pointer(line[column + 1], x), (outputs, groups))
     bias = carray(_pointer(line[column + 2], plain), (outputs if line[column + 2] else 0,))
     first, end = _share(outputs, thread, threads)
-    add_product(x, weight, scales, bias, first, end, adds, y)
+    rows = max(TILE, X_BYTES // (4 * inputs) // TILE * TILE)
+    for n in range(0, len(x), rows):
+        add_product(x[n : n + rows], weight, scales, bias, first, end, adds, y[n : n + rows])
 
 
 @inner_kernel

@@ -1,4 +1,4 @@
-"""One more token of each of a few texts through a decoder on the CPU, in one call of a kernel a thread.
+"""One more token of each of many texts through a decoder on the CPU, in one call of a kernel a thread.
 
     decoder, cache --once--> addresses of weights and blocks --+
                                                                +--> token_kernels.run_layers --> logits, hidden states
@@ -6,13 +6,16 @@
 
 A token of a model that a laptop holds takes milliseconds, of which PyTorch's operators would take a good part only to
 be called: some thirty a layer. What is computed is what Decoder.hidden_states and Decoder.logits say, which serve what
-this does not: prompts, many texts, devices, ranks that share a layer, adapters.
+this does not: prompts, devices, ranks that share a layer, adapters.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from hpcllm.codecs.kernels import array_of, run_in_threads
 from hpcllm.model.linear import Linear
 from hpcllm.model.paged_cache import BLOCK_TOKENS, PagedCache
 from hpcllm.model.shapes import UnshardHooks
+from hpcllm.model.tiles import HAS_BF16
 from hpcllm.model.token_kernels import (
     ATTENTION_NORM,
     COLUMNS,
@@ -54,7 +58,6 @@ from hpcllm.model.token_kernels import (
 from hpcllm.model.transformer import Block, Decoder
 from hpcllm.system.hardware.node import multiplies
 
-MOST_TEXTS = 32  # of more, PyTorch's products are faster
 MOST_TEXTS_OF_16_BIT = 3  # where the cores multiply such numbers by themselves, which these kernels do not ask them to
 ACTIVATIONS = {"swiglu": GATED, "gelu": GELU, "gelu_tanh": GELU_TANH}
 WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -76,8 +79,9 @@ class TokenPass:
         self._plain = array_of(torch.empty(0, dtype=decoder.dtype))
         held = next(iter(decoder.quantised.values()), None)
         self._matrix = self._plain if held is None else np.empty(0, np.int8 if held.bits == 8 else np.uint8)
-        has_own = held is None and decoder.dtype in WORDS and multiplies(WORDS[decoder.dtype])
-        self.most_texts = MOST_TEXTS_OF_16_BIT if has_own else MOST_TEXTS
+        word = WORDS.get(decoder.dtype, "fp32") if held is None else "fp32"
+        asks = word == "fp32" or (word == "bf16" and HAS_BF16)
+        self.most_texts = math.inf if asks or not multiplies(word) else MOST_TEXTS_OF_16_BIT
         group = 0 if held is None else WHOLE_ROW if held.bits == 8 else held.group
         self._shape = Shape(
             channels=model.head_dim, blocks=len(next(iter(cache.arrays.values()))[0]), block_tokens=BLOCK_TOKENS,
@@ -91,7 +95,8 @@ class TokenPass:
         x: (N,) int64 with the embedding, else (N, hidden) of the stage before. tables: (N, most blocks), with a block
         for the new token; positions: (N,), of it.
         """
-        memory = self._memory(x, positions)
+        with one_thread():
+            memory = self._memory(x, positions)
         where = Where(tables, np.arange(len(x)), positions, self._angles(positions))
         threads = min(torch.get_num_threads(), os.cpu_count() or 1)
         counter = np.zeros(1, np.int64)
@@ -128,6 +133,20 @@ class TokenPass:
         if table is None:
             return np.empty((2, len(positions), 0), np.float32)
         return np.ascontiguousarray(table.numpy()[:, positions, 0])
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let PyTorch's operators run in this thread alone.
+
+    After one that had more, those go on looking for work for some milliseconds, on the cores that a pass needs.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def suits(decoder: Decoder) -> bool:
