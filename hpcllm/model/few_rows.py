@@ -114,7 +114,7 @@ def _padded(inputs: int) -> int:
     return (inputs + STEP - 1) // STEP * STEP
 
 
-def _as_multiplied(x: Array, weight: Array) -> Array:
+def _as_multiplied(x: Array, weight: Array) -> Array:  # type: ignore[empty-body]
     """Return x as it is multiplied with a weight, with zeros behind it: in bf16 where the machine multiplies that."""
 
 
