@@ -36,7 +36,7 @@ cluster_needs() {
 
 cluster_spaces() { ip netns list 2>/dev/null | awk '{ print $1 }' | grep -xE "$cluster-(switch|h[0-9]+)" | sort || true; }
 
-cluster_is_up() { [ -e "$state/ready" ] && ip netns list 2>/dev/null | grep -q "^$cluster-switch\b"; }
+cluster_is_up() { [ -e "$state/ready" ] && ip netns list 2>/dev/null | grep "^$cluster-switch\b" >/dev/null; }
 
 cluster_down() { # also what an interrupted `up` left behind
     local space pids

@@ -34,7 +34,7 @@ from hpcllm.inference.generate import load_model
 from hpcllm.model.initialisation import CPU
 from hpcllm.model.sampling import Sampling
 from hpcllm.model.transformer import Decoder
-from hpcllm.system.hardware.node import multiplies
+from hpcllm.system.hardware.node import find_hardware, multiplies
 from hpcllm.system.output import say, write_whole
 
 T = TypeVar("T")
@@ -105,12 +105,9 @@ def rows_of(model: str, turns: int, known: set[tuple[str, str, int]]) -> Iterato
 
 
 def of_machine() -> dict[str, Any]:
-    processor = next(
-        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ":?"
-    )
     return {
         "utc": time.strftime("%F %T", time.gmtime()), "threads": torch.get_num_threads(), "cores": os.cpu_count(),
-        "processor": processor.split(":")[1].strip(), "torch": torch.__version__,
+        "processor": find_hardware().processor, "torch": torch.__version__,
         "transformers": transformers.__version__,
     }  # fmt: skip
 

@@ -151,7 +151,7 @@ if [ -n "$coverage" ]; then
     done
 fi
 echo "the slowest tests:"
-sort -rn "$HPCLLM_TEST_TIMES" | sed 20q
+sort -rn "$HPCLLM_TEST_TIMES" | sed -n 1,20p
 if [ "$level" = sample ]; then echo "a sample; what it leaves to --all: bash tests/run.sh --list-left"; fi
 if [ "$passed" = 0 ] && [ "$failed" = 0 ]; then hpcllm_say "no test was selected, which proves nothing"; fi
 echo "$passed passed, $failed failed"

@@ -183,3 +183,13 @@ def test_files_of_tests_have_names_of_their_own():
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     modules = [path.name for path in paths if not (path.parent / "__init__.py").exists()]
     assert sorted(name for name in set(modules) if modules.count(name) > 1) == []
+
+
+SCRIPTS = [name for name in KNOWN if name.endswith((".sh", ".sbatch", ".pbs", ".flux")) or name == ".ci/run"]
+LEAVES_EARLY = re.compile(r"\| *(head\b|grep +-\w*[qm]|sed +(-\w+ +)*['\"]?\d+q)")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_pipe_ends_in_a_reader_that_leaves_early(script):
+    """Under pipefail the writer's SIGPIPE ends the script, now and then: a race between the writer and the reader."""
+    assert [line for line in (ROOT / script).read_text().splitlines() if LEAVES_EARLY.search(line)] == []

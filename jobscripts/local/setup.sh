@@ -137,7 +137,7 @@ hpcllm_borrow() { # FOUNDATION: link the packages of .venv into another MPI's en
         return
     fi
     for script in "$from"/bin/*; do
-        if [ ! -e "$HPCLLM_VENV/bin/${script##*/}" ] && head -n 2 "$script" | grep -qaF "$from/bin/python"; then
+        if [ ! -e "$HPCLLM_VENV/bin/${script##*/}" ] && sed -n 1,2p "$script" | grep -aF "$from/bin/python" >/dev/null; then
             sed "1,2s|$from/bin/|$HPCLLM_VENV/bin/|" "$script" >"$HPCLLM_VENV/bin/${script##*/}"
             chmod +x "$HPCLLM_VENV/bin/${script##*/}"
         fi
@@ -167,7 +167,7 @@ hpcllm_install() { # FOUNDATION KEY EXTRA...
         -c "$HPCLLM_ROOT/jobscripts/local/constraints.txt" \
         -e "${HPCLLM_ROOT}[$(printf '%s' "$extras" | tr '\n' ,)]"
     if [ "$HPCLLM_MPI" != system ]; then hpcllm_logged "letting 2 ranks of $HPCLLM_MPI meet" hpcllm_meet; fi
-    hpcllm_keys python | head -n 1 >"$HPCLLM_VENV/made-for"
+    hpcllm_keys python | sed -n 1p >"$HPCLLM_VENV/made-for"
     printf '%s\n' "$key" "$extras" >"$HPCLLM_VENV/ready"
     rm "$HPCLLM_VENV/unfinished"
     hpcllm_say "ready after $SECONDS s"

@@ -4,7 +4,7 @@
 set -euo pipefail
 missing=()
 command -v g++ >/dev/null || missing+=(g++)
-ldconfig -p | grep -Eq 'libhiprtc\.so|libamdhip64\.so\.[56]' || missing+=(libamdhip64-5 libhiprtc-builtins5)
+ldconfig -p | grep -E 'libhiprtc\.so|libamdhip64\.so\.[56]' >/dev/null || missing+=(libamdhip64-5 libhiprtc-builtins5)
 [ ${#missing[@]} -gt 0 ] || exit 0
 apt-get update -qq
 apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
