@@ -1,6 +1,6 @@
 """The parts of gpu.sh: each puts its records into gpu.json beside this file. See gpu.sh.
 
-checks     tests/gpu, and the tests of codecs under compute-sanitizer where it is found: exit code and last line of each
+checks     tests/gpu and tools on it: what failed and why, kernels of attention, versions; see gpu_checks.py
 codecs     N calls handed to the device at once, then one wait: launch gaps count where they are not hidden
 mfu        python -m hpcllm train, alone; median of its own log, the first steps left out
 shared     python -m hpcllm.perf step, policies in turns
@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_checks
 import torch
 from gpu_report import summary
 
@@ -40,22 +40,8 @@ FILL = 0.85  # of the device's memory, by prediction: the rest is for kernels' w
 WARM_UP_STEPS = 5
 
 
-def checks(_device: torch.device, _options: argparse.Namespace) -> list[dict[str, Any]]:
-    tests = HERE.parent / "tests"
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    commands = {"tests/gpu": [*pytest, str(tests / "gpu")]}
-    if sanitizer := shutil.which("compute-sanitizer"):
-        few = [str(tests / "gpu" / "test_gpu_codecs.py"), "-k", "only_hand_over or wait_once"]
-        commands["compute-sanitizer"] = [sanitizer, "--error-exitcode=3", *pytest, *few]
-    environment = os.environ | {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
-    records = []
-    for name, command in commands.items():
-        done = subprocess.run(command, env=environment, cwd=tests.parent, stdout=subprocess.PIPE, text=True)
-        print(done.stdout)
-        lines = done.stdout.split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "")
-        records.append({"check": name, "exit_code": done.returncode, "last_line": last})
-    return records
+def checks(device: torch.device, _options: argparse.Namespace) -> list[dict[str, Any]]:
+    return [{"versions": gpu_checks.versions(device)}, *gpu_checks.checks(launched)]
 
 
 def codecs(device: torch.device, options: argparse.Namespace) -> list[dict[str, Any]]:

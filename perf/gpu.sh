@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # bash perf/gpu.sh [PART...]: what this code gets out of one GPU, of whatever kind PyTorch sees (CUDA, ROCm, XPU).
 #
-#     checks      tests/gpu; tests of codecs under compute-sanitizer, where it is found
+#     checks      tests/gpu on 1, 2 and 4 ranks; bits of runs whose launches wait; compute-sanitizer, where it is found
 #     codecs      each codec that has kernels here, both ways, as a share of a copy on the device
 #     mfu         llama-1b in bf16: recompute none and selective, each with the largest microbatch that fits
 #     shared      gpt2-124m on one, two and four ranks that share the device, messages through pinned host memory

@@ -7,6 +7,7 @@ from typing import Any
 
 from hpcllm.codecs.names import parse_name
 
+TOLD = {"Failed": "failed", "Said by tests": "facts", "Skipped": "skipped", "Warnings, times": "warnings"}
 GOALS = {"bf16": 0.7, "fp16": 0.7, "int8": 0.7, "exp": 0.35, "zfp": 0.35}  # shares of the rate of a copy
 
 
@@ -15,8 +16,7 @@ def summary(results: dict[str, Any]) -> str:
     where = results["where"]
     lines = [f"Made by gpu.sh on one {where['device']}, {where['torch']}. Shares are of a copy on the device.", ""]
     if "checks" in results:
-        lines += ["| check | exit code | last line |", "|---|---:|---|"]
-        lines += [_row((r["check"], r["exit_code"], r["last_line"])) for r in results["checks"]] + [""]
+        lines += check_lines(*results["checks"])
     if "codecs" in results:
         size_bytes = results["codecs"][0]["bytes"]
         lines += [f"Codecs, arrays of {size_bytes >> 20} MiB:", ""]
@@ -33,6 +33,28 @@ def summary(results: dict[str, Any]) -> str:
         lines += ["| model | ranks | policy | step, s | tokens/s | waited a step, s |", "|---|---:|---|---:|---:|---:|"]
         lines += [shared_row(r) for r in results["shared"]]
     return "\n".join(lines) + "\n"
+
+
+def check_lines(versions: dict[str, dict[str, str]], *records: dict[str, Any]) -> list[str]:
+    """Versions, a row for each check, then what each has said."""
+    lines = [f"- {name}: {text}" for name, text in versions["versions"].items()]
+    lines += ["", "| check | exit code | passed | failed | skipped | last line |", "|---|---:|---:|---:|---:|---|"]
+    lines += [_row(check_row(r)) for r in records]
+    for title, key in TOLD.items():
+        told = [f"- {r['check']}: {_cell(what)}: {_cell(why)}" for r in records for what, why in r.get(key, {}).items()]
+        lines += ["", f"{title}:", "", *(told or ["- none"])]
+    return [*lines, ""]
+
+
+def check_row(r: dict[str, Any]) -> tuple[object, ...]:
+    code = "not run" if r["exit_code"] is None else r["exit_code"]
+    counts = r.get("passed", ""), len(r["failed"]) if "failed" in r else "", sum(r.get("skipped", {}).values())
+    return r["check"], code, *counts, _cell(r["last_line"])
+
+
+def _cell(text: object) -> str:
+    """Text for a line of a table."""
+    return " ".join(str(text).split()).replace("|", "/")
 
 
 def codec_rows(records: list[dict[str, Any]]) -> list[str]:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+from mpi4py import MPI
 
 from hpcllm.collectives import allgather, allreduce, iallreduce, reduce_scatter
 from hpcllm.mpi.gpu_aware import gpu_aware
 from hpcllm.mpi.message_memory import let_mpi_read_devices, mpi_reads_devices
 
-VALUES = (1 << 22) + 5
-SIDE = 4096  # of the matrices: some milliseconds a product
+DRY = bool(os.environ.get("HPCLLM_GPU_DRY"))
+VALUES = (1 << (10 if DRY else 22)) + 5
+SIDE = 16 if DRY else 4096  # of the matrices: some milliseconds a product
 CODECS = ("raw", "bf16", "int8:256")
 
 
+@pytest.fixture(scope="session")
+def reach(device):
+    """What MPI can reach, tried once, which takes seconds."""
+    return gpu_aware(MPI.COMM_WORLD, device)
+
+
 @pytest.fixture(params=["pinned host memory", "device memory"])
-def where(request, comm, device):
+def where(request):
     """Where messages lie; memory of the device only if MPI reads that here."""
     before = mpi_reads_devices()
-    if request.param == "device memory" and not gpu_aware(comm, device).direct:
+    if request.param == "device memory" and not request.getfixturevalue("reach").direct:
         pytest.skip("this MPI does not read device memory")
     let_mpi_read_devices(request.param == "device memory")
     yield request.param
@@ -72,7 +82,7 @@ def test_parts_come_whole_and_go_on_to_kernels_at_once(comm, device, where, code
 
 
 @pytest.mark.parallel([1, 2, 4])
-def test_what_mpi_can_reach_is_found_out_and_said(comm, device):
-    reach = gpu_aware(comm, device)
+def test_what_mpi_can_reach_is_found_out_and_said(comm, reach, record_property):
+    record_property("GPU-aware", f"{'yes' if reach.direct else 'no'}: {reach.why}")
     assert reach.why
     assert comm.allgather(reach.direct) == [reach.direct] * comm.size
