@@ -158,7 +158,7 @@ class Addends:
         self.landing = work.slots("arriving addends", lag + 2, work.team.size, work.slot_bytes)
         self.arriving: dict[tuple[int, int], list[MPI.Request]] = {}
         self.scratch = work.team.group.wire.memory.workspace(f"{work.team.name} total", work.longest, torch.float32)
-        work.note(self.landing.memory)
+        work.team.group.wire.memory.unused(self.landing.memory)
         self._receive(0)
 
     def send(self, strip: int) -> None:

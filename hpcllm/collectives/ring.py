@@ -100,8 +100,8 @@ class _Ring:
         self.slots = group.wire.memory.scratch("ring", 2 * self.lane_count * self.slot_bytes)
         self.raw = isinstance(codec, Raw)
         self.lanes = [_Lane(lane, self) for lane in range(self.lane_count)]
-        for memory in (addends, self.slots):
-            self.note(memory)
+        self.note(addends)
+        group.wire.memory.unused(self.slots)
 
     def note(self, data: torch.Tensor) -> None:
         """Note that the stream is told all that it has to do with raw values, as codecs do with what they encode.

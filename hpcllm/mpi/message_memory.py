@@ -8,7 +8,8 @@
 
 MPI knows no streams, and a stream knows no MPI. So whatever is queued on the stream for a piece of message memory is
 followed by an event (StreamEvents), and a message that reads or fills the piece starts when the event has passed. A
-piece without an event may be anything that earlier work left behind: then all earlier work is waited for. In one step
+piece of named memory without an event was last used before this call began: so messages can arrive while the device
+still computes what is to be sent. Of any other memory nothing is known, and all earlier work is waited for. In one step
 of an algorithm many encodings are queued before the first of them is waited for, so the copy of one runs while another
 is on the wire. The pipeline waits for no event: it asks (is_ready), and starts the message when the answer is yes.
 
@@ -87,6 +88,9 @@ class MessageMemory:
     def record(self, data: torch.Tensor) -> None:
         """Note that all that the stream has to do with this message memory is queued by now."""
 
+    def unused(self, data: torch.Tensor) -> None:
+        """Note that this call has queued nothing yet that uses this named memory."""
+
     def enter(self) -> None:
         """Begin a call, perhaps on another stream than the last one."""
 
@@ -110,7 +114,10 @@ class DeviceMemory(MessageMemory):
         self.device, self.direct, self.place = device, direct, device.type if direct else "cpu"
         self.events = StreamEvents(device)
         self.echo: tuple[int, torch.Tensor] | None = None  # an address, and on the device the bytes that went there
-        self._last = torch.Event(device, enable_timing=False)  # of the last call
+        self._last = torch.Event(device, enable_timing=False)  # of the last call, or of this one's last codec
+        self._taken = torch.Event(device, enable_timing=False)  # of new memory, which may have been other tensors'
+        self._has_begun = True  # this call has a codec already
+        self._knows_all = False  # the codec notes whatever uses message memory
 
     def workspace(self, name: str, n: int, dtype: torch.dtype) -> torch.Tensor:
         return self._grown(f"{name}, on the device", n * dtype.itemsize, self._on_device).view(dtype)
@@ -123,15 +130,26 @@ class DeviceMemory(MessageMemory):
         return self._on_device(size_bytes) if self.direct else _pinned(size_bytes)
 
     def staged(self, codec: Codec) -> Codec:
+        if self._has_begun and not (self._knows_all and self.events.is_empty):
+            self._last.record(torch.accelerator.current_stream(self.device))
         self.events.clear()  # an algorithm records nothing that is raw and direct, and may have done such before
-        return codec if self.direct and isinstance(codec, Raw) else StagedCodec(codec, self)
+        self._has_begun, self._knows_all = True, not (self.direct and isinstance(codec, Raw))
+        return StagedCodec(codec, self) if self._knows_all else codec
 
     def before_send(self, data: torch.Tensor) -> None:
         self.events.wait(data, self.settle)
 
     def before_receive(self, data: torch.Tensor) -> None:
+        if self._knows_all:
+            self.unused(data)
         self.events.wait(data, self.settle)
         self._forget_echo(data)
+
+    def unused(self, data: torch.Tensor) -> None:
+        if not self.events.knows(data):
+            self.settle(self._last)
+            self.settle(self._taken)
+            self.events.set_passed(data)
 
     def is_ready(self, data: torch.Tensor) -> bool:
         if not self.events.have_passed(data):
@@ -144,10 +162,11 @@ class DeviceMemory(MessageMemory):
 
     def enter(self) -> None:
         self._last.wait(torch.accelerator.current_stream(self.device))
+        self._has_begun = False
 
     def leave(self) -> None:
         self.events.clear()
-        self.echo = None
+        self.echo, self._knows_all = None, False
         self._last.record(torch.accelerator.current_stream(self.device))
 
     def _forget_echo(self, data: torch.Tensor) -> None:
@@ -157,7 +176,9 @@ class DeviceMemory(MessageMemory):
             self.echo = None
 
     def _on_device(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+        memory = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+        self._taken.record(torch.accelerator.current_stream(self.device))
+        return memory
 
 
 class StagedCodec:
@@ -318,6 +339,23 @@ class StreamEvents:
                 self._spare.append(event)
                 self._events[place] = None
         return True
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no piece was noted."""
+        return not self._starts
+
+    def knows(self, data: torch.Tensor) -> bool:
+        """Return true if work on a piece that shares memory with `data` was noted, or there is nothing in it."""
+        start, end = span(data)
+        first, last = self._overlapping(start, end)
+        return first < last or start == end
+
+    def set_passed(self, data: torch.Tensor) -> None:
+        """Note that the stream is done with `data`, of which no piece was noted."""
+        start, end = span(data)
+        first, last = self._overlapping(start, end)
+        self._replace(first, last, [start], [end], [None])
 
     def clear(self) -> None:
         """Forget all pieces."""

@@ -62,7 +62,7 @@ def dry(command: list[str], notes: Path | str = "") -> subprocess.CompletedProce
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (1, "fp32_is_fp32 or initial_weights or (a_step_waits and nprocs=1) or which_attention"),
+        (1, "fp32_is_fp32 or initial_weights or a_step_waits or which_attention"),
         (2, "callers_stream_alone and raw and pinned"),
         pytest.param(1, LONG, marks=pytest.mark.full(reason="emulates kernels for some minutes")),
         pytest.param(2, LONG, marks=pytest.mark.full(reason="trains with emulated kernels for some minutes")),
