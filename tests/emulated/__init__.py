@@ -16,17 +16,19 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 from hpcllm.codecs import Codec, find_codec
 from hpcllm.codecs.catalogue import device_codec
 from hpcllm.codecs.gpu.compiler import Program
-from hpcllm.codecs.gpu.launch import THREADS, WORD, blocks_of, check_aligned
+from hpcllm.codecs.gpu.launch import LAUNCHERS, THREADS, WORD, Launcher, blocks_of, check_aligned, launcher_of
 
 HEADER = Path(__file__).parent / "emulator.h"
 # -fno-strict-aliasing: bytes are looked at as words, which the compilers of devices allow
@@ -81,6 +83,15 @@ EMULATOR, WAVEFRONTS = Emulator(32), Emulator(64)
 def emulated(name: str, dtype: torch.dtype, launcher: Emulator = EMULATOR) -> Codec:
     """The codec with kernels, for CPU tensors and for those of "pretend"."""
     return device_codec(find_codec(name, dtype), launcher, "", "emulated")
+
+
+@contextmanager
+def on_the_cpu(launcher: Launcher) -> Iterator[None]:
+    """Let the launcher start the model's kernels, on CPU tensors."""
+    with mock.patch.dict(LAUNCHERS, cpu=lambda: launcher):
+        launcher_of.cache_clear()
+        yield
+    launcher_of.cache_clear()
 
 
 def _word(argument: torch.Tensor | int) -> int:

@@ -13,7 +13,7 @@
 // only some have returned, would hang or compute nonsense on a device: here they end the launch with a message.
 //
 // COUNTED: the instructions that a wave issues. The processor traps after each one; a lane's are counted by address between
-// two exchanges, and the wave issues each address as often as the lane that needs it most:
+// two exchanges, and the wave issues each address as often as the lane that needs it most. Halves do not part then:
 //
 //     if (..) 5 instructions        lanes that take either branch        --> 5 + 7
 //     else 7 instructions
@@ -81,6 +81,7 @@ static void next_round() {
   for (size_t i = 0; i < addresses; ++i) issued += most[touched[i]], most[touched[i]] = 0;
   addresses = 0;
 }
+static int started_halves() { return HALVES; }
 static void listen() {
   struct sigaction action = {};
   action.sa_sigaction = trapped, action.sa_flags = SA_SIGINFO;
@@ -91,6 +92,7 @@ static inline void start_counting() {}
 static inline void stop_counting() {}
 static void next_lane() {}
 static void next_round() {}
+static int started_halves() { return current_wave / 2 % 2 ? 1 : HALVES; }
 static void listen() {}
 #endif
 
@@ -121,7 +123,6 @@ static int resume(int half) { // -> lanes of the half that wait
     next_lane();
     waiting += lanes[current].meeting.line != 0;
   }
-  next_round();
   return waiting;
 }
 
@@ -136,7 +137,7 @@ static bool agree(int half) {
 
 static bool run_wave(char* message, size_t size) {
   static char* stacks = (char*)malloc(WAVE * STACK_BYTES);
-  int waiting[HALVES], started = current_wave / 2 % 2 ? 1 : HALVES;
+  int waiting[HALVES], started = started_halves();
   for (int i = 0; i < WAVE; ++i) {
     getcontext(&lanes[i].context);
     lanes[i].context.uc_stack.ss_sp = stacks + i * STACK_BYTES;
@@ -148,6 +149,7 @@ static bool run_wave(char* message, size_t size) {
   for (bool goes_on = true; goes_on; started = HALVES) {
     for (int half = 0; half < started; ++half)
       if (waiting[half]) waiting[half] = resume(half);
+    next_round();
     goes_on = started < HALVES;
     for (int half = 0; half < started; ++half) {
       met[half] = waiting[half] == HALF && agree(half);

@@ -1,24 +1,37 @@
-"""The compilers of devices, which need none: NVRTC and hipRTC, called as CuPy calls them. A script, since they crash.
+"""Compilers of devices, which need none: NVRTC and hipRTC, called as CuPy calls them, and clang. A script: they crash.
 
-    python compilers.py nvrtc sm_80 < [[text, option, ..], ..] in JSON     -> a log for each in JSON, "" if it was taken
+    python compilers.py nvrtc sm_80 < [[text, option, ..], ..] in JSON  -> [{"log": ..}, ..], "" if the text was taken
     python compilers.py hiprtc gfx90a < ..
+    python compilers.py clang gfx942 < ..    and what the machine code says of itself: "bytes", "end_bytes", "kernels"
 
-libnvrtc comes with the wheel nvidia-cuda-nvrtc or a CUDA toolkit, hipRTC with ROCm or Debian's libamdhip64-5.
+libnvrtc comes with the wheel nvidia-cuda-nvrtc or a CUDA toolkit, hipRTC with ROCm or Debian's libamdhip64-5, which is
+too old for gfx942. Debian's clang 19 is not, and needs nothing of ROCm's but what hip.h says.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from ctypes.util import find_library
 from pathlib import Path
+from typing import Any
+
+from amd_binaries import kernels
+
+from hpcllm.codecs.gpu.compiler import end_bytes
 
 NAMES = {  # libraries that may have it, the newest first
     "nvrtc": [f"libnvrtc.so.{version}" for version in (13, 12)] + ["libnvrtc.so"],
     "hiprtc": ["libhiprtc.so.7", "libhiprtc.so.6", "libhiprtc.so", "libamdhip64.so.6", "libamdhip64.so.5"],
 }
+CODE = {"nvrtc": "CUBIN", "hiprtc": "Code"}
+CLANGS = ["clang", *(f"clang-{version}" for version in (22, 21, 20, 19, 18))]  # older ones do not know gfx942
+HEADER = Path(__file__).with_name("hip.h")
 
 
 def library(compiler: str) -> ctypes.CDLL | None:
@@ -36,8 +49,16 @@ def library(compiler: str) -> ctypes.CDLL | None:
     return None
 
 
-def compile_one(compiler: str, found: ctypes.CDLL, text: str, options: Sequence[str]) -> str:
-    """What the compiler says against the text; nothing if it made code of it."""
+def clang(target: str) -> str | None:
+    """Name of a clang that makes machine code for one of AMD's devices; None where there is none."""
+    for name in filter(shutil.which, CLANGS):
+        if not by_clang(name, target, 'extern "C" __global__ void line(int* x) { *x = 1; }', ())[0]:
+            return name
+    return None
+
+
+def by_library(compiler: str, found: ctypes.CDLL, text: str, options: Sequence[str]) -> tuple[str, bytes]:
+    """(what the compiler says against the text, its machine code); one of them is empty."""
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
 
     def call(name: str, *arguments: object) -> int:
@@ -49,21 +70,40 @@ def compile_one(compiler: str, found: ctypes.CDLL, text: str, options: Sequence[
     call("GetProgramLogSize", program, ctypes.byref(size))
     log = ctypes.create_string_buffer(max(1, size.value))
     call("GetProgramLog", program, log)
+    size.value = 0
     if not failed:
-        failed = call("GetCUBINSize" if compiler == "nvrtc" else "GetCodeSize", program, ctypes.byref(size)) or not size
+        failed = call(f"Get{CODE[compiler]}Size", program, ctypes.byref(size)) or not size.value
+    code = ctypes.create_string_buffer(max(1, size.value))
+    if not failed:
+        failed = call(f"Get{CODE[compiler]}", program, code)
     call("DestroyProgram", ctypes.byref(program))
-    return log.value.decode(errors="replace") or f"{compiler}: error {failed}" if failed else ""
+    return (log.value.decode(errors="replace") or f"{compiler}: error {failed}", b"") if failed else ("", code.raw)
+
+
+def by_clang(name: str, target: str, text: str, options: Sequence[str]) -> tuple[str, bytes]:
+    command = [name, "-x", "hip", "--offload-device-only", "--no-gpu-bundle-output", f"--offload-arch={target}"]
+    command += ["-nogpuinc", "-nogpulib", "-include", str(HEADER), "-O3", "-fno-math-errno", *options]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "kernels.hsaco"
+        done = subprocess.run([*command, "-", "-o", out], input=text, capture_output=True, text=True, timeout=100)
+        return (done.stderr or f"exit code {done.returncode}", b"") if done.returncode else ("", out.read_bytes())
+
+
+def answer(compiler: str, target: str, found: Any, text: str, options: Sequence[str]) -> dict[str, object]:
+    if compiler == "clang":
+        log, code = by_clang(found, target, text, options)
+    else:
+        log, code = by_library(compiler, found, text, [f"--gpu-architecture={target}", *options])
+    if log or compiler == "nvrtc":  # whose machine code cuda_binaries.py reads
+        return {"log": log}
+    return {"log": "", "bytes": len(code), "end_bytes": end_bytes(code), "kernels": kernels(code)}
 
 
 def main() -> None:
     compiler, target = sys.argv[1:]
-    found = library(compiler)
+    found = clang(target) if compiler == "clang" else library(compiler)
     assert found is not None
-    logs = [
-        compile_one(compiler, found, text, [f"--gpu-architecture={target}", *options])
-        for text, *options in json.load(sys.stdin)
-    ]
-    print(json.dumps(logs))
+    print(json.dumps([answer(compiler, target, found, text, options) for text, *options in json.load(sys.stdin)]))
 
 
 if __name__ == "__main__":

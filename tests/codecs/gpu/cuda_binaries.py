@@ -19,20 +19,12 @@ from typing import Any
 
 from compilers import library
 from cupy.cuda import nvrtc
+from elf import sections
 
 from hpcllm.codecs.gpu.compiler import ELF, Program, binary_of, end_bytes
 
 SIZED = 4  # the format of a record with bytes behind it
 PARAMETER, STACK_BYTES, REGISTERS = 0x17, 0x12, 0x2F
-
-
-def sections(code: bytes) -> list[tuple[str, bytes]]:
-    """(name, contents) of each section, in the file's order."""
-    (table_at,) = struct.unpack_from("<Q", code, 40)
-    size, count, names_at = struct.unpack_from("<HHH", code, 58)
-    rows = [struct.unpack_from("<IIQQQQIIQQ", code, table_at + size * index) for index in range(count)]
-    names = code[rows[names_at][4] :]
-    return [(names[row[0] : names.index(b"\0", row[0])].decode(), code[row[4] : row[4] + row[5]]) for row in rows]
 
 
 def records(data: bytes) -> Iterator[tuple[int, bytes]]:

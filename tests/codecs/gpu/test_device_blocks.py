@@ -43,10 +43,11 @@ def pair(name, dtype, launcher):
     return pytest.param(host, device_codec(host, launcher, "", "xpu"), id=label)
 
 
+every_wave = pytest.mark.parametrize("launcher", [EMULATOR, WAVEFRONTS], ids=["warps", "wavefronts"])
 every_pair = pytest.mark.parametrize(
     ("host", "on_device"),
     [pair(*codec, EMULATOR) for codec in KERNELS]
-    + [pair(*codec, WAVEFRONTS) for codec in (*KERNELS[:4], KERNELS[-1])]
+    + [pair(*codec, WAVEFRONTS) for codec in KERNELS]
     + [pair(*codec, None) for codec in PLAIN],
 )
 
@@ -123,7 +124,9 @@ def test_int8_by_torch_is_the_same_in_parts_of_any_length(monkeypatch):
     assert torch.equal(encoded(device_codec(host, None, "", "xpu"), values), encoded(host, values))
 
 
-@pytest.mark.parametrize(("host", "on_device"), [pair(*codec, EMULATOR) for codec in SUMS])
+@pytest.mark.parametrize(
+    ("host", "on_device"), [pair(*codec, launcher) for launcher in (EMULATOR, WAVEFRONTS) for codec in SUMS]
+)
 @settings(max_examples=8)
 @given(case=cases, ranks=st.integers(1, 6), own=st.integers(0, 5), index=st.sampled_from([0, 1 << 40]))
 def test_a_sum_in_one_kernel_is_that_of_the_single_steps(host, on_device, case, ranks, own, index):
@@ -156,8 +159,9 @@ def add(host, total, rank, addend):
         host.decode_add(addend, total)
 
 
+@every_wave
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16], ids=str)
-def test_every_number_becomes_the_right_one_of_16_bits(wire):
+def test_every_number_becomes_the_right_one_of_16_bits(launcher, wire):
     """A sum of one rank: its own values, rounded once. All 16-bit numbers, and fp32 around all of them."""
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
     near = torch.cat([every.view(dtype).float().view(torch.int32) for dtype in (torch.bfloat16, torch.float16)])
@@ -165,7 +169,7 @@ def test_every_number_becomes_the_right_one_of_16_bits(wire):
     for values in (floats.view(torch.float32), every.view(torch.bfloat16), every.view(torch.float16)):
         name = "bf16" if wire == torch.bfloat16 else "fp16"
         out = torch.empty(2 * values.numel(), dtype=torch.uint8)
-        data = emulated(name, values.dtype).sum_encode(
+        data = emulated(name, values.dtype, launcher).sum_encode(
             torch.empty(1, out.numel(), dtype=torch.uint8), 0, values.clone(), out
         )
         assert_same(data.view(wire), values.to(wire))

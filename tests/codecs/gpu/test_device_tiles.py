@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 every_codec = pytest.mark.parametrize(
     ("name", "dtype"), [(name, dtype) for name in ("exp", "mpc") for dtype in VALUE_TYPES]
 )
+every_wave = pytest.mark.parametrize("launcher", [EMULATOR, WAVEFRONTS], ids=["warps", "wavefronts"])
 CPU = torch.device("cpu")
 EDGES = [0, 1, 2, 31, 33, 1023, 1024, 1025, 2047, 2049]
 cases = cases_of(st.integers(0, 70), st.sampled_from(EDGES))
@@ -54,7 +55,7 @@ def outcome(codec, data, n, dtype):
 
 
 @every_codec
-@pytest.mark.parametrize("launcher", [EMULATOR, WAVEFRONTS], ids=["warps", "wavefronts"])
+@every_wave
 @settings(max_examples=12)
 @given(case=cases)
 def test_bytes_and_values_are_the_cpus(name, dtype, launcher, case):
@@ -84,10 +85,11 @@ def scattered(dtype, seed):
     return torch.from_numpy(words.astype(f"u{dtype.itemsize}").view(f"i{dtype.itemsize}")).view(dtype)
 
 
+@every_wave
 @pytest.mark.parametrize("dtype", VALUE_TYPES)
-def test_windows_and_escapes_are_the_cpus(dtype):
+def test_windows_and_escapes_are_the_cpus(dtype, launcher):
     """Records of every mode come up, nibbles that share a byte with the next lane's, and far bytes."""
-    host, device, modes, far = find_codec("exp", dtype), emulated("exp", dtype), set(), 0
+    host, device, modes, far = find_codec("exp", dtype), emulated("exp", dtype, launcher), set(), 0
     for seed in range(40):
         values = scattered(dtype, seed)
         data = guarded_bytes(host, values)
@@ -99,9 +101,11 @@ def test_windows_and_escapes_are_the_cpus(dtype):
     assert far > 100
 
 
-def test_a_row_of_escapes_only():
+@every_wave
+def test_a_row_of_escapes_only(launcher):
     """Every lane counts: rows with 0, 1, 2 and 32 escapes in turn, an even and an odd number of them before each."""
-    host, device, values = find_codec("exp", torch.bfloat16), emulated("exp", torch.bfloat16), torch.ones(1024)
+    host, device = find_codec("exp", torch.bfloat16), emulated("exp", torch.bfloat16, launcher)
+    values = torch.ones(1024)
     values += torch.linspace(0, 0.9, 1024)
     for row, count in enumerate([1, 0, 0, 2, 32, 1, 1, 32, 31, 0, 3]):
         values[32 * row : 32 * row + count] = 2.0 ** torch.arange(-40, -40 + count)
@@ -129,9 +133,11 @@ def damage(data, rng, table_end):
 
 
 @every_codec
-def test_what_the_cpu_rejects_is_rejected(name, dtype):
+@every_wave
+def test_what_the_cpu_rejects_is_rejected(name, dtype, launcher):
     """And what it takes gives the same values. A stream that was damaged leaves nothing behind for the next one."""
-    host, device, rng, rejected = find_codec(name, dtype), emulated(name, dtype), np.random.default_rng(2), 0
+    host, device = find_codec(name, dtype), emulated(name, dtype, launcher)
+    rng, rejected = np.random.default_rng(2), 0
     for turn in range(120):
         n = int(rng.choice([1, 40, host.block, host.block + 37]))
         values = scattered(dtype, turn).repeat(3)[:n]
@@ -147,14 +153,15 @@ def test_what_the_cpu_rejects_is_rejected(name, dtype):
     assert 20 < rejected < 120
 
 
-def test_escapes_past_the_end_are_not_written():
+@every_wave
+def test_escapes_past_the_end_are_not_written(launcher):
     """No encoder makes them, but nothing that the CPU checks is against them: it drops them, too."""
     n, words = 40, [16 + 8 + 60, 0, 40, 0, 1 | 100 << 8 | 24 << 16, 0, 0, 0xFFFFFF00, *[0x01010101] * 13]
     data = torch.from_numpy(np.array(words, "<u4").view("u1").copy())  # one plane; places 40 to 63 of 40 are masked
     expected = outcome(find_codec("exp", torch.bfloat16), data, n, torch.bfloat16)
     assert expected is not None
     for dtype in (torch.bfloat16, torch.float32):
-        assert torch.equal(outcome(emulated("exp", torch.bfloat16), data, n, dtype), expected.to(dtype))
+        assert torch.equal(outcome(emulated("exp", torch.bfloat16, launcher), data, n, dtype), expected.to(dtype))
 
 
 @every_codec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ def run(kernel, groups=3, launcher=EMULATOR):
 
 
 every_wave = pytest.mark.parametrize("launcher", [EMULATOR, WAVEFRONTS], ids=["warps", "wavefronts"])
+every_number_of_lanes = pytest.mark.parametrize("lanes", ["32", "64"])
 
 
 @every_wave
@@ -90,34 +92,34 @@ def test_what_lanes_leave_in_memory_for_each_other_depends_on_the_group():
 
 
 UNDEFINED = """
+import sys
 import torch
-from emulated import Emulator, emulated
-from hpcllm.codecs import find_codec
+from emulated import Emulator, emulated, on_the_cpu
+from emulated.every_kernel import start_codec, start_model, start_rotary
 
-checked = Emulator(32, ("-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all"))
+checked = Emulator(int(sys.argv[1]), ("-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all"))
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 kinds = ("int8:256", FP32), ("int8:32:sr", BF16), ("int4:128", FP16), ("fp8:2048", FP32), ("bf16", FP32), ("mpc", BF16)
 for name, dtype in (*kinds, ("exp", BF16), ("exp", FP32), ("zfp:8", FP32), ("zfp:13", BF16), ("zfp:32", FP32)):
-    host, on_device = find_codec(name, dtype), emulated(name, dtype, checked)
     for n in (1, 3, 127, 129, 1021, 2500):
-        for shift in (0, 1, 3):  # values, where a lane may take four at once, and where it may not
-            values = torch.empty(n + shift, dtype=dtype)[shift:].copy_(torch.randn(n) * torch.logspace(-30, 30, n))
-            data = on_device.encode(values, torch.empty(host.encoded_bytes(n), dtype=torch.uint8))
-            out = torch.zeros(n + shift)[shift:]
-            on_device.decode(data, out)
-            on_device.decode_add(data, out)
-            if hasattr(on_device, "sum_encode"):
-                rows = torch.empty(3, (len(data) + 3) // 4 * 4, dtype=torch.uint8)
-                rows[:, : len(data)] = data
-                on_device.sum_encode(rows, 1, values, torch.empty_like(data))
+        for shift in (0, 1, 3):
+            start_codec(emulated(name, dtype, checked), n, shift)
+with on_the_cpu(checked):
+    for dtype, shift in ((FP32, 0), (FP32, 1), (BF16, 0), (BF16, 3), (FP16, 1)):
+        for rows, width in ((1, 1), (3, 130), (66, 12), (2, 1024)):
+            start_model(dtype, rows, width, shift)
+        for channels, rotated in ((16, 16), (32, 8), (6, 2)):
+            start_rotary(dtype, 5, channels, rotated, shift)
 print("defined")
 """
 
 
+@every_number_of_lanes
 @pytest.mark.full(reason="compiles all kernels anew with a sanitizer, a fifth of a minute")
-def test_kernels_do_nothing_that_c_leaves_undefined():
+def test_kernels_do_nothing_that_c_leaves_undefined(lanes):
     """Shifts by too much, misaligned words, indices beyond arrays: whole groups, ragged ends, values at odd places."""
-    done = subprocess.run([sys.executable, "-c", UNDEFINED], cwd=TESTS, capture_output=True, text=True, timeout=110)
+    command = [sys.executable, "-c", UNDEFINED, lanes]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=110)
     assert done.stdout == "defined\n", f"exit code {done.returncode}: {done.stderr[-2000:]}"
 
 
@@ -132,46 +134,42 @@ def test_the_sanitizer_sees_a_misaligned_word():
 
 
 GUARDED = """
-import ctypes, mmap, sys
+import sys
 import torch
-from emulated import emulated
-from hpcllm.codecs import find_codec
+from emulated import emulated, on_the_cpu
+from emulated.every_kernel import start_codec, start_model, start_rotary
+from emulated.guarded import Guarded
 
-libc = ctypes.CDLL(None, use_errno=True)
-
-def at_the_edge(size):
-    "Bytes between two pages that kill whoever reads them: they end where the second begins."
-    page = mmap.PAGESIZE
-    inner = -(-max(size, 1) // page) * page
-    memory = mmap.mmap(-1, inner + 2 * page)
-    keep.append(memory)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    for edge in (start, start + page + inner):
-        assert libc.mprotect(ctypes.c_void_p(edge), page, 0) == 0
-    whole = torch.frombuffer(memory, dtype=torch.uint8, offset=page, count=inner)
-    return whole[inner - size :]
-
-for name in ("int8:256", "int8:32", "int4:128", "int4:64:sr", "fp8:2048", "bf16", "raw"):
-    for dtype in (torch.float32, torch.bfloat16):
-        host, on_device = find_codec(name, dtype), emulated(name, dtype)
-        for n in (1, 2, 3, 31, 127, 128, 129, 511, 1021, 2047):
-            keep = []
-            size = on_device.encoded_bytes(n)
-            values = at_the_edge(n * dtype.itemsize).view(dtype)
-            values.copy_(torch.randn(n))
-            data = on_device.encode(values, at_the_edge(size))
-            rows = at_the_edge(3 * (size + 3 & ~3)).view(3, -1)
-            rows[:, :size] = data
-            on_device.decode(data, at_the_edge(4 * n).view(torch.float32))
-            on_device.decode_add(data, at_the_edge(4 * n).view(torch.float32).zero_())
-            on_device.sum_encode(rows, 1, values, at_the_edge(size))
+guarded = Guarded(int(sys.argv[1]))
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+names = ("int8:256", "int8:32", "int4:128", "int4:64:sr", "fp8:2048", "bf16", "raw", "exp", "mpc")
+for name, dtype in (*((name, dtype) for name in names for dtype in (FP32, BF16)), ("zfp:8", FP32), ("zfp:13", BF16)):
+    for n in (1, 2, 3, 31, 127, 128, 129, 511, 1021, 2047, 2048):
+        start_codec(emulated(name, dtype, guarded), n)
+with on_the_cpu(guarded):
+    for dtype in (FP32, BF16, FP16):
+        for rows, width in ((1, 1), (3, 5), (2, 129), (5, 128), (66, 12), (2, 1021), (3, 512)):
+            start_model(dtype, rows, width)
+        for channels, rotated in ((16, 16), (32, 8), (6, 2)):
+            start_rotary(dtype, 7, channels, rotated)
 print("inside")
 """
 
 
-def test_kernels_read_and_write_nothing_outside_their_arrays():
-    done = subprocess.run([sys.executable, "-c", GUARDED], cwd=TESTS, capture_output=True, text=True, timeout=110)
+@every_number_of_lanes
+def test_kernels_read_and_write_nothing_outside_their_arrays(lanes):
+    command = [sys.executable, "-c", GUARDED, lanes]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=110)
     assert done.stdout == "inside\n", f"exit code {done.returncode}: {done.stderr[-2000:]}"
+
+
+@pytest.mark.parametrize("place", ["-1", "96"])
+def test_a_word_beside_an_array_is_seen(place):
+    text = "from emulated.guarded import Guarded\nfrom test_emulator import run\nprint(run({!r}, 3, Guarded(32)).sum())"
+    command = [sys.executable, "-c", text.format(f"if (lane() == 0) out[{place}] = 1;")]
+    here = Path(__file__).parent
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=110)
+    assert done.returncode == -signal.SIGSEGV, done.stdout + done.stderr
 
 
 PRETEND = """

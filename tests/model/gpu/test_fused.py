@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulated import EMULATOR, WAVEFRONTS, why_not
+from emulated import EMULATOR, WAVEFRONTS, on_the_cpu, why_not
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from hpcllm.codecs.gpu.launch import LAUNCHERS, launcher_of
 from hpcllm.model.attention import apply_rotary, rotary_table
 from hpcllm.model.gpu import fused
 from hpcllm.model.loss import IGNORED, cross_entropy, cross_entropy_in_pieces, cross_entropy_sum
@@ -29,12 +28,10 @@ def over(**sizes):
     return given(seed=st.integers(0, 2**32), shift=st.integers(0, 3), **sizes)
 
 
-@pytest.fixture(autouse=True)
-def kernels_on_the_cpu(monkeypatch):
-    monkeypatch.setitem(LAUNCHERS, "cpu", lambda: EMULATOR)
-    launcher_of.cache_clear()
-    yield
-    launcher_of.cache_clear()
+@pytest.fixture(autouse=True, params=[EMULATOR, WAVEFRONTS], ids=["warps", "wavefronts"])
+def kernels_on_the_cpu(request):
+    with on_the_cpu(request.param):
+        yield
 
 
 def values(generator, shape, dtype, shift=0, size=1.0):
@@ -106,31 +103,26 @@ def test_rotary(dtype, channels, rotated, sizes, seed, shift):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("waves", [EMULATOR, WAVEFRONTS], ids=["32", "64"])
 @every_dtype
 @pytest.mark.parametrize(("channels", "rotated"), [(16, 16), (32, 8), (6, 2)])
 @few
 @over(sizes=st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 4), st.integers(1, 3)))
-def test_rotary_of_packed_documents(waves, dtype, channels, rotated, sizes, seed, shift):
+def test_rotary_of_packed_documents(dtype, channels, rotated, sizes, seed, shift):
     """Each token by the angles of its own position, as if its document began the row: also of one token, and of all."""
     batch, sequence, queries, keys = sizes
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(LAUNCHERS, "cpu", lambda: waves)
-        launcher_of.cache_clear()
-        generator, table = torch.Generator().manual_seed(seed), rotary_table(Shape(rotated, 20))
-        positions = torch.randint(20, (batch, sequence), generator=generator)
-        q = values(generator, (batch, sequence, queries, channels), dtype, shift)
-        k = values(generator, (batch, sequence, keys, channels), dtype)
-        own = table[:, positions].double()
-        assert_same_passes(
-            lambda q, k: fused.rotate(q, k, table, positions), lambda q, k: [apply_rotary(x, own) for x in (q, k)],
-            [q, k], seed, 2,
-        )  # fmt: skip
-        alone = [fused.rotate(q[:, t : t + 1], k[:, t : t + 1], table[:, p : p + 1])
-                 for t, p in enumerate(positions[0].tolist())]  # fmt: skip
-        for found, each in zip(fused.rotate(q, k, table, positions), zip(*alone, strict=True), strict=True):
-            assert torch.equal(found[:1], torch.cat([x[:1] for x in each], dim=1))  # the bits of one token's kernel
-    launcher_of.cache_clear()
+    generator, table = torch.Generator().manual_seed(seed), rotary_table(Shape(rotated, 20))
+    positions = torch.randint(20, (batch, sequence), generator=generator)
+    q = values(generator, (batch, sequence, queries, channels), dtype, shift)
+    k = values(generator, (batch, sequence, keys, channels), dtype)
+    own = table[:, positions].double()
+    assert_same_passes(
+        lambda q, k: fused.rotate(q, k, table, positions), lambda q, k: [apply_rotary(x, own) for x in (q, k)],
+        [q, k], seed, 2,
+    )  # fmt: skip
+    alone = [fused.rotate(q[:, t : t + 1], k[:, t : t + 1], table[:, p : p + 1])
+             for t, p in enumerate(positions[0].tolist())]  # fmt: skip
+    for found, each in zip(fused.rotate(q, k, table, positions), zip(*alone, strict=True), strict=True):
+        assert torch.equal(found[:1], torch.cat([x[:1] for x in each], dim=1))  # the bits of one token's kernel
 
 
 def plain_norm(x, weight):
