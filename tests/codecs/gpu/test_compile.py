@@ -21,6 +21,7 @@ from hpcllm.codecs.gpu import compiler as compilation
 from hpcllm.codecs.gpu.device_codecs import sum_program
 from hpcllm.errors import HpcllmError
 from hpcllm.model.gpu import fused
+from hpcllm.optim.gpu import fused_adamw
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 CODECS = [  # each text, with each kind of code and of value
@@ -36,7 +37,8 @@ MOST_STACK_BYTES = 16  # what a call takes; a spill of a loop takes more
 
 def programs() -> list[compilation.Program]:
     found = [emulated(name, dtype).program for name, dtype in CODECS]
-    return [*(sum_program(dtype, wire) for dtype, wire in SUMS), *found, *fused_programs()]
+    updates = [fused_adamw.program(dtype) for dtype in (BF16, FP16, FP32)]
+    return [*(sum_program(dtype, wire) for dtype, wire in SUMS), *found, *fused_programs(), *updates]
 
 
 def fused_programs() -> list[compilation.Program]:
