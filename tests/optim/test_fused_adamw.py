@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -195,3 +198,28 @@ def test_a_share_has_the_bits_of_the_whole(monkeypatch, parts):
     assert torch.equal(cut_narrowed, whole_narrowed)
     assert torch.equal(narrowed, cut.bfloat16())
     assert not torch.equal(cut, model)
+
+
+UNDEFINED = """
+import torch
+from emulated import Emulator
+from hpcllm.config.schema import OptimizerConfig
+from hpcllm.optim.gpu import fused_adamw
+from hpcllm.optim.gpu.fused_adamw import Numbers, Operands
+
+checked = Emulator(32, ("-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all"))
+for n in (1, 255, 256, 257, 1024):
+    for odd in range(6):  # the array that does not begin at a multiple of 16 bytes, or none
+        dtypes = [torch.float32] * 4 + [torch.bfloat16]
+        arrays = [torch.ones(n + 1, dtype=dtype)[at == odd :][:n] for at, dtype in enumerate(dtypes)]
+        numbers = Numbers(1, 1e-3, 2.0, OptimizerConfig())
+        fused_adamw.update(checked, Operands(*arrays[:4], (1, 200, 256)), numbers, arrays[4])
+print("defined")
+"""
+
+
+def test_the_kernel_does_nothing_that_c_leaves_undefined():
+    """No four words at once where one of the arrays is not aligned; no place beyond an array."""
+    here = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", UNDEFINED], cwd=here, capture_output=True, text=True, timeout=110)
+    assert done.stdout == "defined\n", f"exit code {done.returncode}: {done.stderr[-2000:]}"

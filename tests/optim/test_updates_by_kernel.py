@@ -12,6 +12,7 @@ from small_runs import losses, run_steps, tiny
 
 from hpcllm.optim import adamw
 from hpcllm.optim.flat_buffers import MASTER, MODEL
+from hpcllm.optim.weights import GatheredWeights, Weights, Zero3Weights
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 LEVELS = ["none", "states", "states+gradients", "all"]
@@ -40,6 +41,22 @@ def trained(run):
     return seen, state(run)
 
 
+def copied(monkeypatch):
+    """Kinds of the weights that will still have to be made of the masters by a pass of their own."""
+    kinds = set()
+
+    def noting(refresh):
+        def noted(weights, number, master):
+            kinds.update({type(weights).__name__} if master is not None else ())
+            refresh(weights, number, master)
+
+        return noted
+
+    for kind in (Weights, GatheredWeights, Zero3Weights):
+        monkeypatch.setattr(kind, "refresh", noting(kind.refresh))
+    return kinds
+
+
 def by_kernel(monkeypatch):
     """From now on; returns what it will have launched."""
     launched = []
@@ -63,9 +80,11 @@ def test_a_run_is_that_of_pytorchs_updates(comm, monkeypatch, shard, compute, pa
     """Replicas stay equal to the bit, and weights that no lossy codec sends are the masters, rounded."""
     wanted = config(shard, compute, parameters)
     plain, _ = losses(wanted, comm, 0, trained)
-    launched = by_kernel(monkeypatch)
+    launched, kinds = by_kernel(monkeypatch), copied(monkeypatch)
     found, states = losses(wanted, comm, 0, trained)
     parallel_assert(len(launched) % STEPS == 0 and len(launched) > 0)
+    sends_differences = parameters != "raw" and shard in ("states", "states+gradients")
+    parallel_assert(kinds == ({"GatheredWeights"} if sends_differences else set()))
     np.testing.assert_allclose(found, plain, rtol=2e-3 if compute == "bf16" else 1e-5)
     masters = {key[1:]: values for key, values in states.items() if key[0] == MASTER}
     parallel_assert(bool(masters) == (compute == "bf16"))
