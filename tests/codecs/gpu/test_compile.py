@@ -32,6 +32,7 @@ SUMS = [(FP32, BF16), (BF16, FP16), (FP16, FP32)]
 ROWS = ("cross_entropy", "rms_norm")  # parts of a text of the model's
 HERE = Path(__file__).parent
 MOST_REGISTERS = 128  # of 65,536 on a multiprocessor: 4 blocks of 128 threads stay there
+REGISTERS = {"backward_rows": 184}  # whose groups are few, 2 blocks on each: lanes keep sums of their columns there
 MOST_STACK_BYTES = 16  # what a call takes; a spill of a loop takes more
 
 
@@ -43,10 +44,11 @@ def programs() -> list[compilation.Program]:
 
 def fused_programs() -> list[compilation.Program]:
     """Kernels of the model: each for 16 and for 32 bits."""
-    rows = [fused.program("rows", dtype, part=f"{part}.cuh") for dtype in (BF16, FP32) for part in ROWS]
+    rows = [fused.program("rows", dtype, parts=(f"{part}.cuh",)) for dtype in (BF16, FP32) for part in ROWS]
     heads = [("CHANNELS=128", "ROTATED=128"), ("CHANNELS=80", "ROTATED=20"), ("CHANNELS=6", "ROTATED=2")]
     rotary = [fused.program("rotary", dtype, *macros) for dtype in (BF16, FP32) for macros in heads]
-    return [*rows, *rotary, *(fused.program("swiglu", dtype) for dtype in (BF16, FP16, FP32))]
+    norms = [fused.norm_program(dtype, width) for dtype in (BF16, FP32) for width in (64, 2048)]
+    return [*rows, *norms, *rotary, *(fused.program("swiglu", dtype) for dtype in (BF16, FP16, FP32))]
 
 
 def test_no_text_is_left_out():
@@ -111,7 +113,7 @@ def test_cupy_and_nvrtc_make_whole_machine_code_without_spills_that_takes_what_i
         assert answer["kernels"].keys() >= counts[program].keys(), program
         for kernel, takes in answer["kernels"].items():
             assert takes["parameters"] == counts[program].get(kernel, takes["parameters"]), (program, kernel)
-            assert takes["registers"] <= MOST_REGISTERS, (program, kernel, takes)
+            assert takes["registers"] <= REGISTERS.get(kernel, MOST_REGISTERS), (program, kernel, takes)
             assert takes["stack_bytes"] <= MOST_STACK_BYTES, (program, kernel, takes)
 
 
