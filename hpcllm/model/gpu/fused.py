@@ -225,7 +225,7 @@ def _part_sums(operands: Sequence[Tensor | int], x: Tensor, epsilon: float) -> T
 
 
 def _wide_part_sums(operands: Sequence[Tensor | int], x: Tensor, epsilon: float) -> Tensor:
-    """As _part_sums, of rows of any width, in two passes."""
+    """Do what _part_sums does for rows of any width, in two passes."""
     width = x.shape[-1]
     rows = x.numel() // width
     parts = -(-rows // WIDE_PART_ROWS)
