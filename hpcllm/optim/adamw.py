@@ -4,10 +4,11 @@
     exp_avg    [            |        |    ]     float32
     exp_avg_sq [            |        |    ]     float32
     weights    [            |        |    ]     float32: the model's own, or master weights where the model has 16 bits
+    narrowed   [            |        |    ]     the model's own, if those are masters: a kernel rounds them to it
 
-PyTorch's fused kernel goes over everything once, and divides the gradients on the way: by the loss scale, and by how
-far the norm is above its limit. Decay is for matrices; norms and biases, the vectors, are left alone. Neighbours in
-memory are one tensor to the kernel, so on a device an update is a launch or two for a whole buffer, and no Python a
+Our kernel (gpu/fused_adamw.py) or, where there is none, PyTorch's fused one goes over everything once, and divides the
+gradients on the way: by the loss scale, and by how far the norm is above its limit. Decay is for matrices; norms and
+biases, the vectors, are left alone. As all lies flat, an update is a launch for a whole buffer, and no Python a
 parameter.
 
 The learning rate warms up linearly, then follows a cosine down to a fraction of the peak:
@@ -24,38 +25,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 
+import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
+from hpcllm.codecs.gpu.launch import launcher_of
 from hpcllm.config.schema import OptimizerConfig
 from hpcllm.optim.flat_buffers import EXP_AVG, EXP_AVG_SQ, MASTER, MODEL, Piece, Range
+from hpcllm.optim.gpu import fused_adamw
+from hpcllm.optim.gpu.fused_adamw import Numbers, Operands
 from hpcllm.optim.shard_spec import ShardSpec
-
-ValuesOf = Callable[[Range], Tensor]  # the model's memory of a range
-
-
-@dataclass
-class _DecayGroup:
-    """Tensors that are updated with the same decay: lists of flat tensors of the same lengths."""
-
-    weight_decay: float
-    weights: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
-    exp_avg: list[Tensor] = field(default_factory=list)
-    exp_avg_sq: list[Tensor] = field(default_factory=list)
-    steps: list[Tensor] = field(default_factory=list)  # () float32 each, as the kernel wants it
-
-    def add(self, *tensors: Tensor) -> None:
-        """Append a range's weights, gradients and moments; merged with the range before if they lie right behind it."""
-        lists = (self.weights, self.gradients, self.exp_avg, self.exp_avg_sq)
-        if self.weights and all(_follows(x, kept[-1]) for x, kept in zip(tensors, lists, strict=True)):
-            for x, kept in zip(tensors, lists, strict=True):
-                kept[-1] = kept[-1].as_strided((kept[-1].numel() + x.numel(),), (1,))
-            return
-        for x, kept in zip(tensors, lists, strict=True):
-            kept.append(x)
-        self.steps.append(tensors[0].new_zeros(()))
 
 
 @dataclass
@@ -63,47 +44,35 @@ class Share:
     """Values of one flat buffer that a rank updates, and the state that this takes: zeros at first."""
 
     spec: ShardSpec
-    model: ValuesOf
+    model: Tensor  # (owned,) the model's memory
     master: Tensor | None  # (owned,) float32; None: the model itself is that
-    exp_avg: Tensor  # (owned,) float32
-    exp_avg_sq: Tensor
+    operands: Operands  # with the state
     config: OptimizerConfig
-    decay_groups: tuple[_DecayGroup, ...]
     homes: Mapping[str, Tensor] = field(default_factory=dict)  # by kind, where states rest (host_states.py)
+    updates: int = 0  # that the state has seen
 
-    def update(self, learning_rate: float, divisor: float) -> None:
-        """Make one step with the gradients over `divisor`; they are overwritten with that if it is not 1."""
-        for group in self.decay_groups:
-            adamw(
-                group.weights,
-                group.gradients,
-                group.exp_avg,
-                group.exp_avg_sq,
-                [],
-                group.steps,
-                fused=True,
-                grad_scale=self.exp_avg.new_full((), divisor) if divisor != 1.0 else None,
-                amsgrad=False,
-                beta1=self.config.beta1,
-                beta2=self.config.beta2,
-                lr=learning_rate,
-                weight_decay=group.weight_decay,
-                eps=self.config.epsilon,
-                maximize=False,
-            )
+    def update(self, learning_rate: float, divisor: float, narrowed: Tensor | None = None) -> bool:
+        """Make one step with the gradients over `divisor`, which may be overwritten with that.
 
-    def set_updates(self, updates: int) -> None:
-        """Set how many updates the state has seen; the correction of its bias follows from it."""
-        for group in self.decay_groups:
-            for step in group.steps:
-                step.fill_(updates)
+        narrowed: (owned,) the model's memory, if it may be written now. Returns True if the new master weights have
+        been rounded to it.
+        """
+        self.updates += 1
+        numbers = Numbers(self.updates, learning_rate, divisor, self.config)
+        launcher, _ = launcher_of(self.operands.weights.device.type)
+        if launcher is None:
+            update_by_pytorch(self.operands, numbers)
+            return False
+        rounds = self.master is not None and narrowed is not None
+        fused_adamw.update(launcher, self.operands, numbers, narrowed if rounds else None)
+        return rounds
 
     def pieces(self, start: int, end: int) -> Iterator[Piece]:
         """Weights and state of values [start, end) of the buffer, a part of what this rank owns."""
-        kept = {MASTER: self.master, EXP_AVG: self.exp_avg, EXP_AVG_SQ: self.exp_avg_sq}
+        kept = {MASTER: self.master, EXP_AVG: self.operands.exp_avg, EXP_AVG_SQ: self.operands.exp_avg_sq}
         kept |= self.homes
         for part in self.spec.buffer.ranges(start, end):
-            yield Piece(MODEL, part.name, part.start, part.end, self.model(part))
+            yield Piece(MODEL, part.name, part.start, part.end, _part_of(self.model, part, self.spec.start))
             for kind, memory in kept.items():
                 if memory is not None:
                     yield Piece(kind, part.name, part.start, part.end, _part_of(memory, part, self.spec.start))
@@ -116,7 +85,7 @@ def state_kinds(keeps_master: bool) -> list[str]:
 
 def make_share(
     spec: ShardSpec,
-    model: ValuesOf,
+    model: Tensor,
     gradients: Tensor,
     keeps_master: bool,
     is_matrix: Callable[[str], bool],
@@ -126,29 +95,63 @@ def make_share(
 ) -> Share:
     """A rank's share of one buffer with new state, its master weights filled from the model.
 
-    gradients: (owned,) float32, the memory that every update reads. is_matrix: by the name of a parameter. landing,
-    homes: (owned,) float32 of each kind of state, where it is updated and where it rests (host_states.py); (): one.
+    model: (owned,), the model's memory; gradients: (owned,) float32, the memory that every update reads. is_matrix: by
+    the name of a parameter. landing, homes: (owned,) float32 of each kind of state, where it is updated and where it
+    rests (host_states.py); (): one.
     """
-    start, kinds = spec.start, state_kinds(keeps_master)
+    kinds = state_kinds(keeps_master)
     memory = dict(zip(kinds, landing or [gradients.new_zeros(spec.owned) for _ in kinds], strict=True))
-    exp_avg, exp_avg_sq, master = memory[EXP_AVG], memory[EXP_AVG_SQ], memory.get(MASTER)
-    matrices, vectors = _DecayGroup(config.weight_decay), _DecayGroup(0.0)
-    for part in spec.buffer.ranges(start, spec.end):
-        values = model(part)
-        if master is not None:
-            values = _part_of(master, part, start).copy_(values)
-        group = matrices if is_matrix(part.name) else vectors
-        group.add(values, *(_part_of(memory, part, start) for memory in (gradients, exp_avg, exp_avg_sq)))
+    master = memory.get(MASTER)
+    weights = model if master is None else master.copy_(model)
+    operands = Operands(weights, gradients, memory[EXP_AVG], memory[EXP_AVG_SQ], _edges(spec, is_matrix))
     rest = dict(zip(kinds, homes, strict=True)) if homes else {}
     if rest and master is not None:
         rest[MASTER].copy_(master)
-    return Share(spec, model, master, exp_avg, exp_avg_sq, config, (matrices, vectors), rest)
+    return Share(spec, model, master, operands, config, rest)
 
 
-def _follows(x: Tensor, before: Tensor) -> bool:
-    """True if x begins where `before` ends, in the same memory."""
-    same = x.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
-    return same and x.storage_offset() == before.storage_offset() + before.numel()
+def update_by_pytorch(operands: Operands, numbers: Numbers) -> None:
+    """Update weights and moments in place; the gradients become what they are divided by, if that is not 1."""
+    config, scalar = numbers.config, partial(torch.full, (), dtype=torch.float32, device=operands.weights.device)
+    step, scale = scalar(numbers.number), scalar(numbers.divisor) if numbers.divisor != 1.0 else None
+    for weight_decay, parts in zip((config.weight_decay, 0.0), _by_decay(operands), strict=True):
+        if parts:
+            weights, gradients, exp_avg, exp_avg_sq = (list(each) for each in zip(*parts, strict=True))
+            torch._fused_adamw_(
+                weights,
+                gradients,
+                exp_avg,
+                exp_avg_sq,
+                [],
+                [step] * len(parts),
+                lr=numbers.learning_rate,
+                beta1=config.beta1,
+                beta2=config.beta2,
+                weight_decay=weight_decay,
+                eps=config.epsilon,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=scale,
+            )
+
+
+def _by_decay(operands: Operands) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """Weights, gradients and moments of each stretch between two edges: those that are decayed, and the others."""
+    arrays = operands.weights, operands.gradients, operands.exp_avg, operands.exp_avg_sq
+    found: tuple[list[list[Tensor]], list[list[Tensor]]] = [], []
+    for number, (start, end) in enumerate(pairwise((0, *operands.edges, operands.weights.numel()))):
+        if start < end:
+            found[number % 2].append([array[start:end] for array in arrays])
+    return found
+
+
+def _edges(spec: ShardSpec, is_matrix: Callable[[str], bool]) -> tuple[int, ...]:
+    """Places in a share where matrices, the first by convention, give way to vectors, and these to matrices."""
+    edges: list[int] = []
+    for part in spec.buffer.ranges(spec.start, spec.end):
+        if is_matrix(part.name) != (len(edges) % 2 == 0):
+            edges.append(part.place - spec.start)
+    return tuple(edges)
 
 
 def _part_of(memory: Tensor, part: Range, start: int) -> Tensor:

@@ -71,8 +71,8 @@ class Optimizer:
 
     def _update(self, number: int, share: Share, learning_rate: float, divisor: float) -> None:
         with self.host_states.at_hand(number) if self.host_states else nullcontext():
-            share.update(learning_rate, divisor)
-            self.weights.refresh(number, share.master)
+            is_rounded = share.update(learning_rate, divisor, self.weights.writable(number))
+            self.weights.refresh(number, None if is_rounded else share.master)
 
     def settle(self) -> None:
         """Return when all weights that this rank holds are up to date, and states where they rest."""
@@ -103,7 +103,7 @@ class Optimizer:
         """Go on from pieces that were filled; their state has seen so many updates. Collective over the replicas."""
         self.updates = updates
         for share in self.shares:
-            share.set_updates(updates)
+            share.updates = updates
         self.weights.restored()
 
 
@@ -196,8 +196,7 @@ def _make_shares(
     shares = []
     for number, (spec, sums) in enumerate(zip(specs, gradients, strict=True)):
         places = (host_states.landing(number), host_states.homes[number]) if host_states else ((), ())
-        owned = partial(weights.owned, number)
-        shares.append(make_share(spec, owned, sums, keeps_master, is_matrix, config, *places))
+        shares.append(make_share(spec, weights.owned(number), sums, keeps_master, is_matrix, config, *places))
     return shares
 
 

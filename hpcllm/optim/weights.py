@@ -52,7 +52,6 @@ from hpcllm.collectives import Group, allgather
 from hpcllm.collectives.worker import Worker
 from hpcllm.model.shapes import ENDS, UnshardHooks, unit_of
 from hpcllm.mpi.message_memory import mpi_reads_devices
-from hpcllm.optim.flat_buffers import Range
 from hpcllm.optim.shard_spec import Fill, ShardSpec
 
 Memory = Callable[[int, torch.dtype], Tensor]  # (n, dtype) -> (n,) of zeros
@@ -68,13 +67,19 @@ class Weights(UnshardHooks):
     is_lossy = False  # what replicas hold is what a codec made of the weights
 
     def __init__(self, specs: Sequence[ShardSpec], parameters: Mapping[str, nn.Parameter], fill: Fill) -> None:
-        self.specs, self.parameters = specs, parameters
-        for name, parameter in parameters.items():
-            fill(name, parameter.detach())
+        """The parameters become views of flat arrays, so that an update goes over each of those once."""
+        self.specs = specs
+        empty = parameters[specs[0].buffer.names[0]].new_empty
+        self.arrays = [spec.flatten(parameters, empty(spec.buffer.size), fill) for spec in specs]
 
-    def owned(self, number: int, part: Range) -> Tensor:  # noqa: ARG002 -- a name says it all
-        """Memory of a range of buffer `number` that this rank owns."""
-        return self.parameters[part.name].detach().view(-1)[part.start : part.end]
+    def owned(self, number: int) -> Tensor:
+        """Memory of what this rank owns of buffer `number`: (owned,), always the same."""
+        spec = self.specs[number]
+        return self.arrays[number][spec.start : spec.end]
+
+    def writable(self, number: int) -> Tensor | None:
+        """Memory that new weights may be written to at once, that of `owned`; None: they have to go to `refresh`."""
+        return self.owned(number)
 
     def update(self, number: int, change: Callable[[], None]) -> None:  # noqa: ARG002
         """Call `change`, which updates what this rank owns of buffer `number`, before that is used again."""
@@ -83,9 +88,7 @@ class Weights(UnshardHooks):
     def refresh(self, number: int, master: Tensor | None) -> None:
         """Make use of an update of what this rank owns, in master (owned,) float32, or in place if that is None."""
         if master is not None:
-            spec = self.specs[number]
-            weights = [self.parameters[name].detach().view(-1) for name in spec.buffer.names]
-            torch._foreach_copy_(weights, spec.views(master))  # a launch or two on a device, not one a parameter
+            self.owned(number).copy_(master)
 
     def settle(self) -> None:
         """Return when no gather is under way. Raises what a gather raised."""
@@ -158,16 +161,17 @@ class GatheredWeights(Weights):
         longest = max((spec.buffer.size for spec in specs if not spec.buffer.traits.exact), default=0)
         self._changes = self.arrays[0].new_empty(longest if self.is_lossy else 0, dtype=torch.float32)  # the worker's
 
-    def owned(self, number: int, part: Range) -> Tensor:
-        return self.arrays[number][part.place : part.place + part.end - part.start]
+    def writable(self, number: int) -> Tensor | None:
+        return None if self._is_coded(number) else self.owned(number)
+
+    def _is_coded(self, number: int) -> bool:
+        return self.is_lossy and not (self.exact or self.specs[number].buffer.traits.exact)
 
     def refresh(self, number: int, master: Tensor | None) -> None:
-        coded = self.is_lossy and not (self.exact or self.specs[number].buffer.traits.exact)
         if master is not None and not master.is_cpu and not self.is_lossy:  # now, while it is at hand: host_states.py
-            spec = self.specs[number]
-            self.arrays[number][spec.start : spec.end].copy_(master)
+            self.owned(number).copy_(master)
             master = None
-        if coded and master is not None:
+        if self._is_coded(number) and master is not None:
             future = self.worker.submit(partial(self._gather_changes, number, master))
         else:
             future = self.worker.submit(partial(self._gather, number, master, self.exact))
@@ -192,8 +196,7 @@ class GatheredWeights(Weights):
             self.worker.wait(future)
 
     def _gather(self, number: int, master: Tensor | None, exact: bool) -> None:
-        array, spec = self.arrays[number], self.specs[number]
-        own = array[spec.start : spec.end]
+        array, own = self.arrays[number], self.owned(number)
         if master is not None:
             own.copy_(master)
         allgather(own, self.replicas, "raw" if exact or self.is_lossy else self.codec, out=array)
@@ -238,13 +241,15 @@ class Zero3Weights(Weights):
         self._gathered: dict[str, list[Future[None]]] = {}
         self._landing = self.shards[0].new_empty(0)  # the worker's; taken when it is first needed
 
-    def owned(self, number: int, part: Range) -> Tensor:
-        start = part.place - self.specs[number].start
-        return self.shards[number][start : start + part.end - part.start]
+    def owned(self, number: int) -> Tensor:
+        return self.shards[number]
+
+    def writable(self, number: int) -> Tensor:
+        """Free the unit, whose gathered weights are soon old."""
+        self.free(self.specs[number].buffer.traits.unit)
+        return self.shards[number]
 
     def refresh(self, number: int, master: Tensor | None) -> None:
-        """Free the unit: its gathered weights are old."""
-        self.free(self.specs[number].buffer.traits.unit)
         if master is not None:
             self.shards[number].copy_(master)
 

@@ -27,11 +27,15 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.nn import functional
 
-from hpcllm.config.schema import ModelConfig
+from hpcllm.codecs.gpu.launch import launcher_of
+from hpcllm.config.schema import ModelConfig, OptimizerConfig
 from hpcllm.model.attention import apply_rotary, rotary_table
 from hpcllm.model.gradient_sums import add_product
 from hpcllm.model.loss import cross_entropy_sum
 from hpcllm.model.transformer import norm, normed
+from hpcllm.optim.adamw import update_by_pytorch
+from hpcllm.optim.gpu import fused_adamw
+from hpcllm.optim.gpu.fused_adamw import Numbers, Operands
 from hpcllm.plan.time.kernel_times import ORIENTATIONS
 from hpcllm.system.device import synchronize
 
@@ -251,15 +255,18 @@ def _plain(bench: Bench) -> dict[str, tuple[Callable[[int], list[Any]], Callable
     def single(n: int) -> list[Tensor]:
         return [bench.random(n).float()]
 
+    launcher, _ = launcher_of(bench.device.type)
+
     def adamw_operands(n: int) -> list[Any]:
         weights, gradients, first, second = (bench.random(n).float() for _ in range(4))
-        return [weights, gradients, first, second.abs_(), [first.new_zeros(())], first.new_full((), 2.0)]
+        return [Operands(weights, gradients, first, second.abs_())]
 
-    def adamw(w: Tensor, g: Tensor, first: Tensor, second: Tensor, steps: list[Tensor], divisor: Tensor) -> None:
-        torch._fused_adamw_(  # gradients are clipped, as most of the first steps of a run have them
-            [w], [g], [first], [second], [], steps, lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8,
-            amsgrad=False, maximize=False, grad_scale=divisor,
-        )  # fmt: skip
+    def adamw(operands: Operands) -> None:
+        numbers = Numbers(1, 1e-4, 2.0, OptimizerConfig())  # clipped, as most of the first steps of a run are
+        if launcher:
+            fused_adamw.update(launcher, operands, numbers)
+        else:
+            update_by_pytorch(operands, numbers)
 
     def fresh(n: int) -> Tensor:
         return torch.empty(n, device=bench.device, dtype=torch.float32).fill_(0.0)

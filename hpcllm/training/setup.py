@@ -150,7 +150,7 @@ def open_run(config: Config, comm: MPI.Intracomm, objective: Objective = NEXT_TO
             tp,
             torch_dtype(config.precision.compute),
             device_setup.device,
-            bare=config.optimizer.shard != "none",
+            bare=True,
             adapter=adapter,
         )
         for stage, decoder in zip(stages, decoders, strict=True):

@@ -28,6 +28,7 @@ from hpcllm.config.schema import CommunicationConfig, Config, ModelConfig, Optim
 from hpcllm.model.shapes import parameter_shapes, shard_of, split_layers
 from hpcllm.model.tensor_parallel import TensorParallel
 from hpcllm.optim.adamw import Share
+from hpcllm.optim.gpu.fused_adamw import Operands
 from hpcllm.optim.flat_buffers import MASTER, Piece
 from hpcllm.optim.optimizer import Optimizer
 from hpcllm.optim.shard_spec import Groups, make_shard_specs
@@ -101,12 +102,10 @@ class Rank:
         shares = [
             Share(
                 spec,
-                lambda part: task[part.name].view(-1)[part.start : part.end],
+                torch.zeros(spec.owned, dtype=dtype),
                 torch.zeros(spec.owned) if dtype != torch.float32 else None,
-                torch.zeros(spec.owned),
-                torch.zeros(spec.owned),
+                Operands(*(torch.zeros(spec.owned) for _ in range(4))),
                 SimpleNamespace(),  # no step is made
-                (),
             )
             for spec in specs
         ]

@@ -1,4 +1,4 @@
-"""Start every kernel of the package with a launcher: those of the codecs, and those of the model both ways.
+"""Start every kernel of the package with a launcher: those of codecs and optimizer, and those of the model both ways.
 
 Values begin `shift` values behind a multiple of 16 bytes: where a lane may take four at once, and where it may not.
 """
@@ -10,8 +10,12 @@ import math
 import torch
 
 from hpcllm.codecs import Codec
+from hpcllm.codecs.gpu.launch import Launcher
+from hpcllm.config.schema import OptimizerConfig
 from hpcllm.model.gpu import fused
 from hpcllm.model.loss import IGNORED
+from hpcllm.optim.gpu import fused_adamw
+from hpcllm.optim.gpu.fused_adamw import Numbers, Operands
 
 HEADS = [(128, 128), (80, 20), (6, 2)]  # channels of a head, and how many of them are rotated
 
@@ -30,8 +34,18 @@ def start_codec(codec: Codec, n: int, shift: int = 0) -> None:
         codec.sum_encode(rows, 1, values, torch.empty_like(data))
 
 
+def start_update(launcher: Launcher, dtype: torch.dtype, n: int, shift: int = 0) -> None:
+    """Update n weights of a type and their masters; the second half of them is not decayed."""
+    weights, gradients, exp_avg, exp_avg_sq = (place((n,), torch.float32, shift) for _ in range(4))
+    operands = Operands(weights, gradients, exp_avg, exp_avg_sq.abs_(), (n // 2,))
+    fused_adamw.update(launcher, operands, Numbers(1, 1e-3, 2.0, OptimizerConfig()), place((n,), dtype, shift))
+
+
 def start_model(dtype: torch.dtype, rows: int, width: int, shift: int = 0) -> None:
-    """Start the kernels of rows of values, forward and backward. Needs `emulated.on_the_cpu`."""
+    """Start the kernels of rows of values, forward and backward. Needs `emulated.on_the_cpu`.
+
+    Those of the norms are others for rows of more than 2048 values.
+    """
     x, branch, weight = (
         place(shape, dtype, shift).requires_grad_() for shape in ((rows, width), (rows, width), (width,))
     )

@@ -9,6 +9,7 @@ from emulated import EMULATOR, why_not
 from variants import VARIANTS, random_tokens, stirred, whole
 
 from hpcllm.codecs.gpu.launch import LAUNCHERS, launcher_of
+from hpcllm.model.gpu import fused
 from hpcllm.model.initialisation import build
 from hpcllm.model.linear import DeferredGradients
 from hpcllm.model.loss import cross_entropy_sum
@@ -89,6 +90,33 @@ def test_the_loss_moves_six_bytes_a_logit_in_place_of_forty(launcher, monkeypatc
     assert bytes_a_logit(launcher, 16, 4096) <= 6.2
     plain(monkeypatch)
     assert bytes_a_logit(Counting(), 16, 4096) >= 36
+
+
+def norm_backward(counting, rows, width, dtype, has_sum):
+    """(launches, bytes a value) of the backward pass of an RMSNorm, all of which are kernels of ours."""
+    x, branch = (torch.randn(rows, width, dtype=dtype, requires_grad=True) for _ in range(2))
+    weight = torch.ones(width, dtype=dtype, requires_grad=True)
+    results = fused.added_rms_norm(x, branch, weight, 1e-5) if has_sum else (fused.rms_norm(x, weight, 1e-5),)
+    upstream = [torch.randn_like(y) for y in results]
+    kernels, launches, moved = counting.kernels, counting.launches, counting.moved_bytes
+    with counting:
+        torch.autograd.grad(results, [x, weight], upstream)
+    assert counting.launches - launches == counting.kernels - kernels
+    return counting.kernels - kernels, (counting.moved_bytes - moved) / (rows * width)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("has_sum", [False, True])
+def test_a_norms_backward_pass_reads_its_operands_once(launcher, monkeypatch, dtype, has_sum):
+    """And a byte a value for the parts of the weight's gradient; of wider rows twice. A weight: 1 of 256 values."""
+    e, once = dtype.itemsize, 3 + has_sum
+    launches, moved = norm_backward(launcher, 256, 128, dtype, has_sum)
+    assert launches == 2
+    assert once * e + 1 <= moved <= once * e + 1 + 3 * e / 256
+    monkeypatch.setattr(fused, "MOST_COLUMNS", 0)
+    launches, moved = norm_backward(launcher, 256, 128, dtype, has_sum)
+    assert launches == 3
+    assert (once + 2) * e <= moved <= (once + 2) * e + 0.25
 
 
 @pytest.mark.parametrize("name", ["llama", "grouped, tied", "llama 3.1"])

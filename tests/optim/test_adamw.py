@@ -9,7 +9,7 @@ from hpcllm.collectives import chunk_range
 from hpcllm.config.schema import OptimizerConfig
 from hpcllm.model.initialisation import build
 from hpcllm.optim.adamw import Share, make_share
-from hpcllm.optim.flat_buffers import EXP_AVG, EXP_AVG_SQ, MASTER, MODEL, FlatBuffer, Range, Traits
+from hpcllm.optim.flat_buffers import EXP_AVG, EXP_AVG_SQ, MASTER, MODEL, FlatBuffer, Traits
 from hpcllm.optim.shard_spec import ShardSpec
 from tests.model.variants import VARIANTS, random_tokens, whole
 
@@ -33,13 +33,8 @@ class Cut:
         for owner in range(parts):
             start, end = chunk_range(flat.size, parts, owner)
             spec = ShardSpec(flat, parts > 1, start, end, None, True, 1)
-            share = make_share(
-                spec, self.values, self.gradients[start:end], keeps_master, matrices.__contains__, CONFIG
-            )
-            self.shares.append(share)
-
-    def values(self, part: Range) -> torch.Tensor:
-        return self.weights[part.place : part.place + part.end - part.start]
+            own, sums = self.weights[start:end], self.gradients[start:end]
+            self.shares.append(make_share(spec, own, sums, keeps_master, matrices.__contains__, CONFIG))
 
     def step(self, decoder, number: int, divisor: float = 1.0) -> dict[str, torch.Tensor]:
         """The gradients of the step, which come multiplied by `divisor`."""
@@ -88,8 +83,8 @@ def test_the_cut_decides_only_where_a_vector_loop_ends(parts, keeps_master):
         fine_cut.step(other, number)
     torch.testing.assert_close(whole_cut.weights, fine_cut.weights, rtol=1e-6, atol=1e-7)
     for key in ("exp_avg", "exp_avg_sq"):
-        cut = torch.cat([getattr(share, key) for share in fine_cut.shares])
-        torch.testing.assert_close(cut, getattr(whole_cut.shares[0], key), rtol=1e-6, atol=1e-9)
+        cut = torch.cat([getattr(share.operands, key) for share in fine_cut.shares])
+        torch.testing.assert_close(cut, getattr(whole_cut.shares[0].operands, key), rtol=1e-6, atol=1e-9)
 
 
 def test_without_gradient_matrices_shrink_and_vectors_stay():
@@ -117,7 +112,7 @@ def test_pieces_taken_out_and_put_back_go_on_to_the_bit(parts, keeps_master):
         for empty, full in pieces:
             assert (empty.kind, empty.name, empty.start, empty.end) == (full.kind, full.name, full.start, full.end)
             empty.values.copy_(full.values)
-        mine.set_updates(3)
+        mine.updates = 3
     first.step(straight, 3)
     second.step(other, 3)
     assert torch.equal(first.weights, second.weights)

@@ -181,7 +181,7 @@ def held(parts) -> dict[str, int]:
     return {
         "weights": sum(kept.values()),
         "gradients": sum({g.data_ptr(): g.nbytes() for g in gradients}.values()),
-        "states": storages([share.exp_avg for share in shares] + [share.exp_avg_sq for share in shares]),
+        "states": storages([x for share in shares for x in (share.operands.exp_avg, share.operands.exp_avg_sq)]),
         "master": storages([share.master for share in shares if share.master is not None]),
     }
 

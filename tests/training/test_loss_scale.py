@@ -110,10 +110,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(comm, shard, gradients):
             del parts.gradients.added
         assert weights(parts) == before
         assert (parts.optimizer.updates, parts.loss_scale.value) == (2, 512.0)
-        steps = {
-            float(step) for share in parts.optimizer.shares for group in share.decay_groups for step in group.steps
-        }
-        assert steps <= {2.0}
+        assert {share.updates for share in parts.optimizer.shares} == {2}
         assert np.all(np.isfinite(run_steps(parts, 1, first=3)))
         assert weights(parts) != before
         assert parts.optimizer.updates == 3

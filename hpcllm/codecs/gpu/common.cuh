@@ -51,6 +51,7 @@ DEVICE float floor_of(float x) { return floorf(x); }
 DEVICE float exp_of(float x) { return expf(x); } // this and the next: to 2 units in the last place, not the CPU's bits
 DEVICE float log_of(float x) { return logf(x); }
 DEVICE float root_of(float x) { return sqrtf(x); }
+DEVICE float fused(float x, float y, float z) { return fmaf(x, y, z); } // x y + z, rounded once
 DEVICE u32 reversed(u32 x) { return __brev(x); } // bit 0 <-> bit 31
 
 DEVICE bool any_lane(bool x) { return votes(x) != 0; }

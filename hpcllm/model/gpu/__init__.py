@@ -4,6 +4,7 @@
     rows.cu              what kernels share that take a row (a token) a group, with
     cross_entropy.cuh    log of the sum of exp, and softmax minus one-hot in the memory of the logits
     rms_norm.cuh         RMSNorm, and the sum on the residual path in front of it
+    rms_norm_rows.cuh    its backward pass in one, for rows that are not too long
     rotary.cu            queries and keys rotated together
     swiglu.cu            silu(gate) up
 

@@ -7,11 +7,13 @@ e: bytes of a value; the bound: each operand read once, each result written once
     rotary, q and k       2e          1                  2e               1              14e, 8;    14e, 8
         of packed rows    2e and 8 bytes a token: its place in its document
     SwiGLU                3e          1                  5e               1              5e, 2;     9e, 3
-    RMSNorm               2e          1                  5e (bound: 3e)   4              28 + 4e, 8; 72 + 8e, 16
-    ... with the sum      4e          1                  6e (bound: 4e)   4              3e more, 1; 3e more, 1
+    RMSNorm               2e          1                  3e + 1           2              28 + 4e, 8; 72 + 8e, 16
+    ... with the sum      4e          1                  4e + 1           2              3e more, 1; 3e more, 1
         in front of it
 
-The gradient of a norm's weight is a sum over tokens: x and g are read once more, by kernels of their own. Everything is
+The gradient of a norm's weight is a sum over tokens: a group of the backward pass adds up those of its 8 tokens, which
+takes a byte a value there and back, and a second kernel those of all groups. That is for up to 2048 channels; of more,
+whose sums have no room in registers, x and g are read once more: 2e - 1 above these, and 3 launches. Everything is
 computed in float32 between one rounding to the type of the values and the next; sums have one order, so that bits
 repeat. Not while torch.compile traces: it fuses by itself.
 """
@@ -34,7 +36,9 @@ from hpcllm.model import eager
 
 STEP_VALUES = 4 * LANES  # that a group takes at once, as common.cuh says
 SWIGLU_GROUP_VALUES = 4 * STEP_VALUES  # as swiglu.cu says
-PART_ROWS = 64  # whose products a group adds up for the gradient of a norm's weight
+PART_ROWS, WIDE_PART_ROWS = 8, 64  # whose products a group adds up for the gradient of a norm's weight
+MOST_COLUMNS = 16  # quads of a row that a lane keeps sums of: rows of up to 2048 values
+ADDED_COLUMNS = 8  # of all parts, that a group adds up, as rms_norm.cuh says
 
 
 def kernels(*tensors: Tensor) -> Launcher | None:
@@ -45,9 +49,8 @@ def kernels(*tensors: Tensor) -> Launcher | None:
     return launcher_of(device)[0]
 
 
-def program(source: str, dtype: torch.dtype, *macros: str, part: str = "") -> Program:
+def program(source: str, dtype: torch.dtype, *macros: str, parts: tuple[str, ...] = ()) -> Program:
     """Return the text of a kernel in this folder for values of a type."""
-    parts = (part,) if part else ()
     return Program(source, (f"VALUE={VALUE_NAMES[dtype]}", *macros), parts, Path(__file__).parent)
 
 
@@ -78,7 +81,7 @@ def subtract_one_hot(logits: Tensor, targets: Tensor, first: int, normaliser: Te
 def _launch_entropy(kernel: str, logits: Tensor, arguments: Sequence[Tensor | int]) -> None:
     size = logits.shape[-1]
     rows = logits.numel() // size
-    _launch(program("rows", logits.dtype, part="cross_entropy.cuh"), kernel, rows, [*arguments, size, rows])
+    _launch(program("rows", logits.dtype, parts=("cross_entropy.cuh",)), kernel, rows, [*arguments, size, rows])
 
 
 def rotate(q: Tensor, k: Tensor, table: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -201,26 +204,55 @@ def _norm_gradients(
     """Return the gradients of x, `of_sum` added, and of the weight."""
     gradient, of_x = gradient.contiguous(), torch.empty_like(x)
     width = weight.numel()
-    rows = x.numel() // width
-    scales = x.new_empty(rows, dtype=torch.float32)
     beside: Tensor | int = 0 if of_sum is None else of_sum
-    _launch_rows("backward", x, [x, weight, gradient, beside, of_x, scales], epsilon)
+    operands: list[Tensor | int] = [x, weight, gradient, beside, of_x]
+    passes = _part_sums if width <= MOST_COLUMNS * STEP_VALUES else _wide_part_sums
+    sums, of_weight = passes(operands, x, epsilon), torch.empty_like(weight)
+    groups = -(-width // ADDED_COLUMNS)
+    _launch(norm_program(x.dtype), "add_parts", groups, [sums, of_weight, len(sums), width, groups])
+    return of_x, of_weight
+
+
+def _part_sums(operands: Sequence[Tensor | int], x: Tensor, epsilon: float) -> Tensor:
+    """Write the gradient of x; return the weight's, (parts, width) float32, summed over the rows of each part."""
+    width = x.shape[-1]
+    rows = x.numel() // width
     parts = -(-rows // PART_ROWS)
     sums = x.new_empty(parts, width, dtype=torch.float32)
+    sizes = [width, _bits(epsilon), rows, PART_ROWS, parts]
+    _launch(norm_program(x.dtype, width), "backward_rows", parts, [*operands, sums, *sizes])
+    return sums
+
+
+def _wide_part_sums(operands: Sequence[Tensor | int], x: Tensor, epsilon: float) -> Tensor:
+    """Do what _part_sums does for rows of any width, in two passes."""
+    width = x.shape[-1]
+    rows = x.numel() // width
+    parts = -(-rows // WIDE_PART_ROWS)
+    scales, sums = (x.new_empty(*shape, dtype=torch.float32) for shape in ((rows,), (parts, width)))
+    _launch_rows("backward", x, [*operands, scales], epsilon)
     groups = parts * -(-width // STEP_VALUES)
-    arguments: list[Tensor | int] = [x, gradient, scales, sums, rows, width, PART_ROWS, groups]
-    _launch(_norm_program(x), "weight_gradient", groups, arguments)
-    return of_x, sums.sum(0).to(weight.dtype)
+    arguments: list[Tensor | int] = [x, operands[2], scales, sums, rows, width, WIDE_PART_ROWS, groups]
+    _launch(norm_program(x.dtype), "weight_gradient", groups, arguments)
+    return sums
 
 
-def _norm_program(x: Tensor) -> Program:
-    return program("rows", x.dtype, part="rms_norm.cuh")
+def norm_program(dtype: torch.dtype, width: int = 0) -> Program:
+    """Return the text of RMSNorm's kernels; with a width, that of the backward pass of rows of about so many values."""
+    if not width:
+        return program("rows", dtype, parts=("rms_norm.cuh",))
+    columns = -(-width // STEP_VALUES)
+    return program("rows", dtype, f"COLUMNS={columns}", parts=("rms_norm.cuh", "rms_norm_rows.cuh"))
+
+
+def _bits(epsilon: float) -> int:
+    return int.from_bytes(struct.pack("<f", epsilon), "little")
 
 
 def _launch_rows(kernel: str, x: Tensor, operands: Sequence[Tensor | int], epsilon: float) -> None:
-    bits, rows = int.from_bytes(struct.pack("<f", epsilon), "little"), x.numel() // x.shape[-1]
-    arguments: list[Tensor | int] = [*operands, x.shape[-1], bits, rows]
-    _launch(_norm_program(x), kernel, rows, arguments)
+    rows = x.numel() // x.shape[-1]
+    arguments: list[Tensor | int] = [*operands, x.shape[-1], _bits(epsilon), rows]
+    _launch(norm_program(x.dtype), kernel, rows, arguments)
 
 
 def _launch(text: Program, kernel: str, groups: int, arguments: Sequence[Tensor | int]) -> None:

@@ -23,6 +23,9 @@ from hpcllm.plan.models import Model
 Orientation = Literal["forward", "input", "weight"]  # x w^T, g w, g^T x
 SCORES = ("materialized", "unfused")  # kinds of attention that write their scores to memory
 SUMMED_BYTES = 8.0  # a float32 read and written
+# of our RMSNorm, as model/gpu/fused.py says: channels up to which its backward pass reads its operands once, and rows
+# whose part of the weight's gradient is written and read
+ONCE_CHANNELS, PART_ROWS = 2048, 8
 
 
 @dataclass(frozen=True)
@@ -186,13 +189,16 @@ def linear(b: Microbatch, tokens: float, outputs: float, inputs: float) -> Piece
 def norm(b: Microbatch) -> Piece:
     """List the kernels of a norm. Fused: x in, y out; back x, g in, g out, and x, g once more for the weight.
 
-    Otherwise about ten kernels of PyTorch's, all but the first and last in float32. Our RMSNorm adds up the gradient of
-    its weight in kernels of its own, and rounds it to 16 bits in one more.
+    Otherwise about ten kernels of PyTorch's, all but the first and last in float32. Our RMSNorm of rows that are not
+    too long reads x, g once; the gradient of its weight is added up in one kernel more, else in two.
     """
     e, name = b.item_bytes, b.model.norm
     is_fused = b.fused_norm or b.ours
     forward, backward, launches = (2.0 * e, 5.0 * e, 1) if is_fused else (28.0 + 4 * e, 72.0 + 8 * e, 8)
-    back_launches = 3 + (e < 4) if b.ours and name == "rmsnorm" else 2 * launches
+    back_launches = 2 * launches
+    if b.ours and name == "rmsnorm":
+        once = b.model.hidden <= ONCE_CHANNELS
+        backward, back_launches = (3.0 * e + SUMMED_BYTES / PART_ROWS, 2) if once else (5.0 * e, 3)
     return Piece(
         (Stream(f"{name}_forward", b.residual, forward, launches),),
         (Stream(f"{name}_backward", b.residual, backward, back_launches),),

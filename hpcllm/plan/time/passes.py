@@ -195,15 +195,16 @@ def ends_s(model: Model, layout: Layout, network: Network) -> float:
 def optimizer_s(parameters: float, updated: float, layout: Layout, machine: Machine) -> float:
     """Return the seconds of AdamW on a rank that holds `parameters` and updates `updated` of them.
 
-    For each that it updates, AdamW reads four values and writes three, and the weight is written anew in 16 bit. Others
-    make the gradient float32, unscale it and square it for the norm, and for each parameter that they hold its sum
-    becomes zero; ours only reads it for the norm, and AdamW unscales it on the way.
+    For each that it updates, AdamW reads four values and writes three, and the weight is written anew in 16 bit: ours
+    in the same pass, others read the masters again. They make the gradient float32, unscale it and square it for the
+    norm, and for each parameter that they hold its sum becomes zero; ours only reads it for the norm, and AdamW
+    unscales it on the way (optim/gpu/fused_adamw.py).
     """
     if machine.device.measured and (times := machine.device.measured.of(4)):
         return times.curve_s("norm", updated) + times.curve_s("adamw", updated)
-    narrowed = 0.0 if layout.precision == "fp32" else layout.item_bytes + 4.0
+    narrowed = 0.0 if layout.precision == "fp32" else float(layout.item_bytes)
     if layout.trainer == "hpcllm":
         moved = updated * (4.0 + 28.0 + narrowed)
     else:
-        moved = updated * (4.0 + 8.0 + 4.0 + 28.0 + (narrowed or 4.0)) + 4.0 * parameters
+        moved = updated * (4.0 + 8.0 + 4.0 + 28.0 + 4.0 + narrowed) + 4.0 * parameters
     return moved / (1e9 * machine.device.hbm_gb_s * UPDATES)

@@ -45,3 +45,4 @@ HIP float floorf(float x) { return __builtin_floorf(x); }
 HIP float expf(float x) { return __builtin_expf(x); }
 HIP float logf(float x) { return __builtin_logf(x); }
 HIP float sqrtf(float x) { return __builtin_sqrtf(x); }
+HIP float fmaf(float x, float y, float z) { return __builtin_fmaf(x, y, z); }

@@ -95,7 +95,7 @@ UNDEFINED = """
 import sys
 import torch
 from emulated import Emulator, emulated, on_the_cpu
-from emulated.every_kernel import start_codec, start_model, start_rotary
+from emulated.every_kernel import start_codec, start_model, start_rotary, start_update
 
 checked = Emulator(int(sys.argv[1]), ("-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all"))
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -106,8 +106,10 @@ for name, dtype in (*kinds, ("exp", BF16), ("exp", FP32), ("zfp:8", FP32), ("zfp
             start_codec(emulated(name, dtype, checked), n, shift)
 with on_the_cpu(checked):
     for dtype, shift in ((FP32, 0), (FP32, 1), (BF16, 0), (BF16, 3), (FP16, 1)):
-        for rows, width in ((1, 1), (3, 130), (66, 12), (2, 1024)):
+        for rows, width in ((1, 1), (3, 130), (66, 12), (2, 1024), (1, 2051)):
             start_model(dtype, rows, width, shift)
+        for n in (1, 255, 1024):
+            start_update(checked, dtype, n, shift)
         for channels, rotated in ((16, 16), (32, 8), (6, 2)):
             start_rotary(dtype, 5, channels, rotated, shift)
 print("defined")
@@ -137,7 +139,7 @@ GUARDED = """
 import sys
 import torch
 from emulated import emulated, on_the_cpu
-from emulated.every_kernel import start_codec, start_model, start_rotary
+from emulated.every_kernel import start_codec, start_model, start_rotary, start_update
 from emulated.guarded import Guarded
 
 guarded = Guarded(int(sys.argv[1]))
@@ -148,8 +150,10 @@ for name, dtype in (*((name, dtype) for name in names for dtype in (FP32, BF16))
         start_codec(emulated(name, dtype, guarded), n)
 with on_the_cpu(guarded):
     for dtype in (FP32, BF16, FP16):
-        for rows, width in ((1, 1), (3, 5), (2, 129), (5, 128), (66, 12), (2, 1021), (3, 512)):
+        for rows, width in ((1, 1), (3, 5), (2, 129), (5, 128), (66, 12), (2, 1021), (3, 512), (2, 2052)):
             start_model(dtype, rows, width)
+        for n in (1, 3, 255, 256, 1021, 1024):
+            start_update(guarded, dtype, n)
         for channels, rotated in ((16, 16), (32, 8), (6, 2)):
             start_rotary(dtype, 7, channels, rotated)
 print("inside")

@@ -141,6 +141,36 @@ def test_rms_norm(dtype, rows, width, seed, shift):
     )  # fmt: skip
 
 
+def norm_gradients(launcher, x, branch, weight, upstream):
+    """Gradients of all three, by the kernels of waves of 32 or 64 lanes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LAUNCHERS, "cpu", lambda: launcher)
+        launcher_of.cache_clear()
+        results = fused.added_rms_norm(x, branch, weight, 1e-5)
+        found = torch.autograd.grad(results, [x, branch, weight], upstream)
+    launcher_of.cache_clear()
+    return found
+
+
+@every_dtype
+@few
+@over(rows=st.integers(1, 300), width=st.integers(1, 300))
+def test_rows_that_are_too_long_for_one_pass_have_the_same_gradients(dtype, rows, width, seed, shift):
+    """To rounding; those of the residual path to the bit, and everything on wavefronts as on warps."""
+    generator = torch.Generator().manual_seed(seed)
+    x, branch = (values(generator, (rows, width), dtype, at) for at in (shift, 0))
+    weight = values(generator, (width,), dtype)
+    upstream = [torch.randn(rows, width, generator=generator).to(dtype) for _ in range(2)]
+    once, on_waves = (norm_gradients(of, x, branch, weight, upstream) for of in (EMULATOR, WAVEFRONTS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "MOST_COLUMNS", 0)
+        twice, too = (norm_gradients(of, x, branch, weight, upstream) for of in (EMULATOR, WAVEFRONTS))
+    for found, want in ((once, on_waves), (twice, too), (once[:2], twice[:2])):
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    scale = max(1.0, float(twice[2].abs().max()))  # either may be rounded the other way
+    torch.testing.assert_close(once[2], twice[2], rtol=2.5 * EPSILON[dtype], atol=rows * 2.0**-22 * scale)
+
+
 @every_dtype
 @few
 @over(rows=st.integers(1, 80), width=st.integers(1, 70))
