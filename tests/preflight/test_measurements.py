@@ -196,6 +196,7 @@ def test_a_codec_that_is_wrong_is_found_on_its_node(monkeypatch):
     found = codec_test.judge([(1, [], ""), (1, faults, "CuPy is not installed")], frontier(2))
     assert [finding.severity for finding in found.findings] == ["breaks", "note"]
     assert [finding.where for finding in found.findings] == ["frontier0001", "frontier0001"]
+    assert "no kernels for codecs and model" in found.findings[1].what
     assert "CuPy is not installed" in found.findings[1].what
 
 

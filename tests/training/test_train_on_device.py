@@ -15,6 +15,7 @@ import small_runs
 import torch
 from torch.nn import functional
 
+from hpcllm.codecs.gpu.launch import launcher_of
 from hpcllm.config.schema import Config, MeshConfig
 from hpcllm.errors import ConfigError
 from hpcllm.inference.complete import BatchSettings
@@ -171,6 +172,16 @@ def test_staged_messages_of_one_node_are_said_loudly(comm):
     loud = [line for line in said if line.startswith("warning: the devices of this node exchange all messages through")]
     assert len(loud) == (REACH["gpu_aware"] == "no")
     assert all("s of each step; take an MPI built for the GPUs" in line for line in loud)
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_run_without_kernels_says_why_at_its_start(comm):
+    """Whatever the reason is; on the CPU there is nothing to say."""
+    said = small_runs.losses(small_runs.tiny(communication=REACH), comm, 0, start_lines)
+    why = launcher_of("pretend")[1]
+    assert [line for line in said if "no kernels" in line] == [f"warning: no kernels for codecs and model: {why}"]
+    on_cpu = small_runs.losses(small_runs.tiny(run={"device": "cpu"}), comm, 0, start_lines)
+    assert not any("no kernels" in line for line in on_cpu)
 
 
 @pytest.mark.parallel([1, 2])
