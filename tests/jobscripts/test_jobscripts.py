@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcllm.codecs.gpu.launch import WHEELS
+from hpcllm.codecs.gpu.launch import PACKAGES
 from hpcllm.config import machines
 
 ROOT = Path(__file__).parents[2]
@@ -560,8 +560,8 @@ def test_an_install_brings_the_cupy_that_loads_the_kernels(folder, asked):
     assert extras == ["text,tensorboard", *([wanted] if wanted not in ("", "none") else [])]
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert wanted in ("", "none", "cudaNN") or packages[wanted][0].startswith("cupy-")
-    assert set(WHEELS) | {"cudaNN", ""} >= set(CUPY.values())
-    assert all(packages[extra][0].startswith(wheel) for extra, wheel in WHEELS.items())
+    assert set(PACKAGES) | {"cudaNN", ""} >= set(CUPY.values())
+    assert all(packages[extra][0].startswith(wheel) for extra, wheel in PACKAGES.items())
 
 
 def test_a_cluster_of_its_own_names_the_cupy_that_it_wants():

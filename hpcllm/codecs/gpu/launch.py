@@ -25,7 +25,7 @@ LANES, THREADS = 32, 128  # of a group, and of a block of the launch, as common.
 WORD = (1 << 64) - 1
 VALUE_NAMES = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "Fp16"}  # in common.cuh
 TRIED = Program("casts", ("VALUE=Fp32", "WIRE=Fp32"))  # at the start: sums of gradients that travel raw
-WHEELS = {"cuda12": "cupy-cuda12x", "cuda13": "cupy-cuda13x", "rocm7": "cupy-rocm-7-0"}  # of CuPy, by PyTorch's build
+PACKAGES = {"cuda12": "cupy-cuda12x", "cuda13": "cupy-cuda13x", "rocm7": "cupy-rocm-7-0"}  # of CuPy, by PyTorch's build
 
 
 class Launcher(Protocol):
@@ -157,8 +157,8 @@ def why_no_cupy() -> str:
 def how_to_install() -> str:
     """Return the words that name CuPy's package for this PyTorch."""
     kind, version = ("ROCm", torch.version.hip) if torch.version.hip else ("CUDA", torch.version.cuda or "")
-    if wheel := WHEELS.get(kind.lower() + version.partition(".")[0]):
-        return f"pip install {wheel}"
+    if (build := kind.lower() + version.partition(".")[0]) in PACKAGES:
+        return f"pip install {PACKAGES[build]}"
     built_for = f"{kind} {version}" if version else "CPUs"
     return f"CuPy has no package for a PyTorch for {built_for}: take one for ROCm 7, CUDA 12 or CUDA 13"
 
