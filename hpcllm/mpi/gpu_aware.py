@@ -5,7 +5,8 @@
     auto         1  first rank of each node: a child process, an MPI job of its own, sends device memory to itself
                        lives, and the bytes are right     go on
                        dies, hangs, or they are wrong     no: messages go through pinned host memory
-                       cannot start MPI by itself         what the library says about itself
+                       cannot start MPI by itself, or
+                       use the device beside this rank    what the library says about itself
                  2  every rank sends device memory to the next of its node, and to the rank of its place on the next
                     node, by every card: small, 64 MiB, from odd addresses; all bytes are right    yes
 
@@ -49,7 +50,10 @@ from hpcllm.mpi.wait import Waits, name_rank
 # bytes, and where they begin in their allocation: eager; by rendezvous, between processes by mapped memory; unaligned,
 # as parts of flat buffers are; large, in pieces of a library's own
 CASES = ((256, 0), (4 << 20, 0), ((4 << 20) + 3, 5), (64 << 20, 513))
-STARTED = "started"  # a child prints it once MPI and the device are up: what ends it now says something about both
+# what a child prints, so that its end says something of the right one
+MPI_IS_UP = "mpi is up"  # before it touches the device
+STARTED = "started"  # MPI and the device are up
+BUSY = "busy or unavailable"  # in CUDA's words for a device that another process has for itself
 TRIAL_LIMIT_S = 120.0  # of a child that reads PyTorch from a slow file system
 EXCHANGE_LIMIT_S = 60.0
 # what launchers and batch systems tell a process of the job that it belongs to
@@ -152,8 +156,10 @@ def try_in_child(device: torch.device, limit_s: float = TRIAL_LIMIT_S) -> Device
 def _verdict(code: int | None, output: bytes, device: torch.device) -> DeviceAccess:
     """code: exit code of the child, None if it was stopped at the limit."""
     words = output.decode(errors="replace").splitlines()
-    if STARTED not in words:
+    if MPI_IS_UP not in words:
         return _by_library(device, "a child process could not start MPI by itself")
+    if STARTED not in words:
+        return _by_library(device, f"a child process could not use the device beside this one{_why_unused(words[-1])}")
     if code == 0:
         return DeviceAccess(True, "device memory was sent and came back right")
     if code is None:
@@ -161,6 +167,12 @@ def _verdict(code: int | None, output: bytes, device: torch.device) -> DeviceAcc
     if code < 0:
         return DeviceAccess(False, f"a child process that sent device memory died of {signal.Signals(-code).name}")
     return DeviceAccess(False, f"a child process could not send device memory: {words[-1]}")
+
+
+def _why_unused(said: str) -> str:
+    """Return what stands behind "could not use the device" in a verdict. said: the child's last words."""
+    mode = ", as in the compute mode EXCLUSIVE_PROCESS: nvidia-smi --compute-mode=DEFAULT, by the site, or NVIDIA's MPS"
+    return "" if said == MPI_IS_UP else f" ({said}){mode if BUSY in said else ''}"
 
 
 def _try_in_ring(comm: MPI.Intracomm, device: torch.device) -> DeviceAccess:
@@ -250,9 +262,14 @@ def _pair(size_bytes: int, offset: int, seed: int, device: torch.device) -> tupl
 def _send_to_oneself(device: torch.device) -> int:
     """Send memory of the device to this process itself, perhaps to die of it; return the exit code. A child's work."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    torch.accelerator.set_device_index(device)
-    pairs = [_pair(size_bytes, offset, 0, device) for size_bytes, offset in CASES]
-    torch.accelerator.synchronize(device)
+    print(MPI_IS_UP, flush=True)  # by the import of MPI
+    try:
+        torch.accelerator.set_device_index(device)
+        pairs = [_pair(size_bytes, offset, 0, device) for size_bytes, offset in CASES]
+        torch.accelerator.synchronize(device)
+    except RuntimeError as error:  # of the driver's
+        print(str(error).partition("\n")[0], flush=True)
+        return 1
     print(STARTED, flush=True)
     for data, landing in pairs:
         MPI.Request.Waitall(buffers.irecv(MPI.COMM_SELF, landing, 0, 0) + buffers.isend(MPI.COMM_SELF, data, 0, 0))

@@ -16,6 +16,7 @@ from hpcllm.mpi.gpu_aware import (
     CUDA,
     HIP,
     LEVEL_ZERO,
+    MPI_IS_UP,
     STARTED,
     DeviceAccess,
     _verdict,
@@ -27,7 +28,9 @@ from hpcllm.mpi.gpu_aware import (
 from hpcllm.mpi.gpu_aware_marker import ADVICE, MARKER
 
 DEVICE = "pretend:0"
-UP = f"{STARTED}\n".encode()
+MPI_UP = f"{MPI_IS_UP}\n".encode()
+UP = MPI_UP + f"{STARTED}\n".encode()
+EXCLUSIVE = b"CUDA error: CUDA-capable device(s) is/are busy or unavailable\n"
 
 
 @pytest.mark.pretend
@@ -129,9 +132,13 @@ def test_without_a_device_or_with_a_wish_nothing_is_tried(comm):
         )
 
 
-def test_a_child_that_does_not_come_up_says_nothing_of_the_device():
-    found = try_in_child(torch.device("cuda:0"))  # there is none, or it is none of the library's
+def test_a_child_that_cannot_have_the_device_says_so_and_nothing_of_mpi():
+    """As where the driver lets one process have it: here there is none, or it is none of the library's."""
+    found = try_in_child(torch.device("cuda:0"))
     assert not found.direct or torch.cuda.is_available()
+    assert torch.cuda.is_available() or found.why.startswith(
+        "a child process could not use the device beside this one ("
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,6 +151,11 @@ def test_a_child_that_does_not_come_up_says_nothing_of_the_device():
         (1, UP + b"256 bytes came wrong\n", False, "could not send device memory: 256 bytes came wrong"),
         (1, b"", False, "could not start MPI by itself, and the library does not say"),
         (-11, b"", False, "could not start MPI by itself"),
+        (1, MPI_UP + EXCLUSIVE, False, "could not use the device beside this one (CUDA error: CUDA-capable device(s)"),
+        (1, MPI_UP + EXCLUSIVE, False, "as in the compute mode EXCLUSIVE_PROCESS: nvidia-smi --compute-mode=DEFAULT"),
+        (1, MPI_UP + b"out of memory\n", False, "beside this one (out of memory), and the library does not say"),
+        (-11, MPI_UP, False, "could not use the device beside this one, and the library does not say"),
+        (None, MPI_UP, False, "could not use the device beside this one, and the library does not say"),
     ],
 )
 def test_how_the_child_ended_is_what_is_believed(code, output, direct, why):
