@@ -5,6 +5,7 @@ The pretended device watches the order of all that happens to its memory (tests/
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -18,7 +19,7 @@ from pretend.hangs import hanging
 
 from hpcllm.codecs import find_codec
 from hpcllm.codecs.gpu import launch
-from hpcllm.collectives import allreduce, iallgather, iallreduce, ireduce_scatter, ring, strips
+from hpcllm.collectives import allreduce, iallgather, iallreduce, ireduce_scatter, ring, strips, worker
 from hpcllm.collectives.group import group_of
 from hpcllm.collectives.worker import Crossing, Worker
 from hpcllm.mpi.message_memory import DeviceMemory, StreamEvents
@@ -91,6 +92,42 @@ def test_a_wait_for_the_device_has_a_name_and_the_limit_of_its_messages(comm, al
     words = f"its device to end the work before a message, rank {comm.rank}"
     assert set(waits) == {(words, group_of(comm).wire.waits.limit_s)}
     assert not job_waits.calls
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("lane", ["iallreduce", "worker"])
+def test_what_others_wait_for_goes_before_the_kernels_of_the_caller(comm, monkeypatch, lane):
+    """Lanes ask for streams of a higher priority, which is a lower number; one each, whatever the jobs."""
+    asked, stream = [], torch.Stream
+
+    def made(*arguments, priority=0, **words):
+        asked.append(priority)
+        return stream(*arguments, priority=priority, **words)
+
+    monkeypatch.setattr(worker, "_streams", {})
+    monkeypatch.setattr(torch, "Stream", made)
+    x = torch.ones(1000, device=DEVICE)
+    jobs = Worker(threaded=True, device=x.device)
+    for _ in range(3):
+        if lane == "worker":
+            jobs.wait(jobs.submit(lambda: x.mul_(2)))
+        else:
+            iallreduce(x, comm, "raw", "ring").wait()
+    assert len(asked) == 1
+    assert asked[0] < 0
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("how", ["wait", "finish"])
+def test_who_waits_for_a_lane_goes_on_with_what_cannot_wait(comm, how):
+    """Here the lane itself waits for it, as a peer may for a message that is held; then it comes to an end."""
+    went_on = threading.Event()
+    jobs = Worker(threaded=True, device=torch.device(DEVICE, 0), meanwhile=went_on.set)
+    found = []
+    job = jobs.submit(lambda: found.append(went_on.wait(20)))
+    jobs.wait(job) if how == "wait" else jobs.finish()
+    assert found == [True]
+    comm.Barrier()
 
 
 @pytest.mark.pretend("open")

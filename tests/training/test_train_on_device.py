@@ -176,6 +176,18 @@ def test_staged_messages_of_one_node_are_said_loudly(comm):
     assert all("s of each step; take an MPI built for the GPUs" in line for line in loud)
 
 
+@pytest.mark.parallel([2])
+def test_messages_of_a_stage_start_while_it_waits_for_weights(comm):
+    """A held message starts when its event has passed, whoever waits by then; on the CPU none is held."""
+    pipeline = {"microbatches": 2, "schedule": "interleaved", "chunks": 2}
+    tables: Tables = {"mesh": {"pp": 2}, "pipeline": pipeline, "optimizer": {"shard": "states"}, "model": {"layers": 4}}
+    for device in ("gpu", "cpu"):
+        with open_run(small_runs.tiny(**tables, run={"device": device}, communication=REACH), comm) as run:
+            on_device = run.optimization.worker.meanwhile == run.engine.link.advance
+            assert on_device == (device == "gpu")
+            small_runs.run_steps(run, 2)
+
+
 @pytest.mark.parallel([1, 2])
 def test_a_run_without_kernels_says_why_at_its_start(comm):
     """Whatever the reason is; on the CPU there is nothing to say."""
