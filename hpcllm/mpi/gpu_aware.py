@@ -7,8 +7,9 @@
                        dies, hangs, or they are wrong     no: messages go through pinned host memory
                        cannot start MPI by itself, or
                        use the device beside this rank    what the library says about itself
-                 2  every rank sends device memory to the next of its node, and to the rank of its place on the next
-                    node, by every card: small, 64 MiB, from odd addresses; all bytes are right    yes
+                 2  every rank sends device memory to others of its node, so that each pair meets, and to ranks of its
+                    place on other nodes, 1, 2, 4, ... further on, by every card: small, 64 MiB, from odd addresses;
+                    all bytes are right    yes
 
     node 0   rank 0 -> rank 1 -> rank 0        a library may copy what a rank sends to itself, map the memory of ranks
                v         v                     of a node (which control groups may forbid), and let cards read it
@@ -62,6 +63,7 @@ OF_A_JOB = (
     "OMPI_UNIVERSE_", "OMPI_APP_", "OMPI_FILE_", "OMPI_FIRST_", "OMPI_NUM_", "OMPI_MCA_orte_", "OMPI_MCA_ess_",
     "OMPI_MCA_pmix", "MPI_LOCAL",
 )  # fmt: skip
+ALL_PAIRS = 16  # ranks that share a node, and nodes: each pair of so many is tried
 PERIOD = 251  # of the bytes that are sent: a prime, so that no piece of a power of two looks like its neighbour
 CUDA, LEVEL_ZERO, HIP = range(3)  # MPICH's numbers of what a GPU is programmed by
 _given_up: list[torch.Tensor] = []  # memory of messages that may still be on their way
@@ -113,7 +115,7 @@ def _try_marked(comm: MPI.Intracomm, node: MPI.Intracomm, device: torch.device, 
 
 
 def try_between_ranks(comm: MPI.Intracomm, node: MPI.Intracomm, device: torch.device) -> DeviceAccess:
-    """Try the ring of a node's ranks, then the rings of ranks that have one place in their nodes.
+    """Try ranks of a node with one another, then ranks that have one place in their nodes.
 
     node: the ranks of comm that share memory with this one. Collective over comm.
     """
@@ -176,23 +178,40 @@ def _why_unused(said: str) -> str:
 
 
 def _try_in_ring(comm: MPI.Intracomm, device: torch.device) -> DeviceAccess:
-    """Send device memory to the next rank and receive that of the one before. Collective over comm."""
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    """Send device memory to ranks further on and receive that of ranks before, see shifts. Collective over comm."""
     for size_bytes, offset in CASES:
         sent, landing = _pair(size_bytes, offset, comm.rank, device)
-        torch.accelerator.synchronize(device)
-        try:
-            requests = buffers.irecv(comm, landing, left, 0) + buffers.isend(comm, sent, right, 0)
-            Waits(EXCHANGE_LIMIT_S).all(requests, lambda: f"device memory from {name_rank(comm, left)}")
-        except StallError:
-            _given_up.extend((sent, landing))
-            return DeviceAccess(
-                False, f"device memory from {name_rank(comm, left)} did not come in {EXCHANGE_LIMIT_S:g} s", True
-            )
-        except MPI.Exception as error:
-            return DeviceAccess(False, f"MPI did not take device memory: {error.Get_error_string()}")
-        if not torch.equal(landing.cpu(), _pattern(size_bytes, left)):
-            return DeviceAccess(False, f"{size_bytes} bytes of device memory from {name_rank(comm, left)} came wrong")
+        for shift in shifts(comm.size):
+            landing.zero_()
+            torch.accelerator.synchronize(device)
+            found = _exchange(comm, sent, landing, shift)
+            if not found.direct:
+                return found
+    return DeviceAccess(True, "device memory was sent and came right")
+
+
+def shifts(ranks: int) -> list[int]:
+    """Return how far ranks in a ring send: up to ALL_PAIRS of them so that each pair meets, else 1, 2, 4, ..."""
+    if ranks <= ALL_PAIRS:
+        return list(range(1, max(1, ranks // 2) + 1))
+    return [1 << power for power in range((ranks - 1).bit_length())]
+
+
+def _exchange(comm: MPI.Intracomm, sent: torch.Tensor, landing: torch.Tensor, shift: int) -> DeviceAccess:
+    """Send to the rank `shift` further on, receive from the one as far before. Collective over comm."""
+    right, left = (comm.rank + shift) % comm.size, (comm.rank - shift) % comm.size
+    try:
+        requests = buffers.irecv(comm, landing, left, 0) + buffers.isend(comm, sent, right, 0)
+        Waits(EXCHANGE_LIMIT_S).all(requests, lambda: f"device memory from {name_rank(comm, left)}")
+    except StallError:
+        _given_up.extend((sent, landing))
+        return DeviceAccess(
+            False, f"device memory from {name_rank(comm, left)} did not come in {EXCHANGE_LIMIT_S:g} s", True
+        )
+    except MPI.Exception as error:
+        return DeviceAccess(False, f"MPI did not take device memory: {error.Get_error_string()}")
+    if not torch.equal(landing.cpu(), _pattern(sent.numel(), left)):
+        return DeviceAccess(False, f"{sent.numel()} bytes of device memory from {name_rank(comm, left)} came wrong")
     return DeviceAccess(True, "device memory was sent and came right")
 
 
