@@ -111,7 +111,7 @@ def _on_host(name: str, x: torch.Tensor, group: Group, *, filled: bool = True) -
         return x
     host = memory.pinned(name, x.nbytes).view(x.dtype)
     if filled:
-        return host.copy_(x)
+        return memory.settle(lambda: host.copy_(x))
     memory.before_receive(host)  # the last call's result may still be on its way from there
     return host
 

@@ -29,7 +29,10 @@ from hpcllm.mpi.partition import chunk_range, piece_range, segment_range, whole_
 SEGMENT_VALUES = 1 << 17  # a part: long enough for a wire, short enough for a cache and for the ends of the pipeline
 DEVICE_SEGMENT_VALUES = 1 << 21  # 8 MiB of fp32: 20 us of Python for each, beside 300 us on a wire of 25 GB/s
 TURN_VALUES = 1 << 22  # a strip at most, which bounds the scratch memory
-DEVICE_TURN_VALUES = 1 << 24  # whole segments for the 8 devices of a node
+# whole segments for the 8 devices of a node, and four buckets of gradients (communication.bucket_mib), each one strip.
+# With more owners parts are shorter: a longer turn would not change that for buckets, and take more than the 64 MiB,
+# raw, of each of the 2 * LAG + 4 turns that have scratch memory at once
+DEVICE_TURN_VALUES = 1 << 24
 LEAST_VALUES = 1 << 12  # a part: 4 KiB as int8, which a fast link takes as long for as a core to start a message
 PIECE_VALUES = 32  # whole cache lines of any dtype: two ranks never write one
 STREAMED = 8  # strips: an eighth of the work inside a node stands alone, and its ranks meet for each of them

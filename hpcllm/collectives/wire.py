@@ -26,7 +26,6 @@ class Wire:
     plain_bytes: int = 0  # bytes that this rank's messages would have taken without a codec
     sent_bytes: int = 0  # bytes that they took
     memory: MessageMemory = field(default_factory=MessageMemory)  # for values where those of the present call are
-    _device_waits: Waits = field(default_factory=lambda: Waits(limit_s=None))
     _memories: dict[tuple[torch.device, bool], MessageMemory] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -40,18 +39,8 @@ class Wire:
         else:
             key = device, mpi_reads_devices()
             self.memory = self._memories.get(key) or self._memories.setdefault(key, memory_for(device))
-            self.memory.settle = self._settle
+            self.memory.settle = self.waits.settle
         return self.memory
-
-    def _settle(self, event: torch.Event) -> None:
-        """Return when an event of the device has passed; past the limit of messages stuck_calls.py ends the job.
-
-        The call blocks, with the GIL released: to ask again and again would find out later. Its seconds are not those
-        of messages.
-        """
-        waits, what = self._device_waits, f"its device to end the work before a message, rank {MPI.COMM_WORLD.rank}"
-        waits.limit_s, waits.observer = self.waits.limit_s, self.waits.observer
-        waits.block(lambda: what, event.synchronize)
 
     def landing(self, name: str, x: torch.Tensor, codec: Codec) -> torch.Tensor:
         """Message memory for the encoding of x (n,): raw values go straight to their place, if they can."""

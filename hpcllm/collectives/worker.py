@@ -36,6 +36,7 @@ from hpcllm.system.device import recorded
 T = TypeVar("T")
 CPU = torch.device("cpu")
 GRADIENTS = "gradients"  # the default lane
+MEANWHILE_S = 50e-6  # as Waits sleep between two polls for a device's messages
 HIGH_PRIORITY = -1  # others wait for what a lane computes, which is little, so it goes before the caller's kernels
 _streams: dict[tuple[str, torch.device], torch.Stream] = {}  # by lane
 
@@ -67,6 +68,7 @@ class Worker:
 
     threaded: bool = field(default_factory=can_thread)
     device: torch.device = CPU
+    meanwhile: Callable[[], None] | None = None  # called again and again by who waits, as Link.advance is to be
     busy_s: float = 0.0  # seconds in which a job ran
     exposed_s: float = 0.0  # seconds in which nobody computed because a job was not done
     hidden_s: float = 0.0  # seconds of finished jobs behind which the caller computed
@@ -111,6 +113,9 @@ class Worker:
 
     def _wait(self, futures: list[Future[None]]) -> None:
         start = time.perf_counter()
+        if self.meanwhile:
+            while wait(futures, MEANWHILE_S).not_done:
+                self.meanwhile()
         wait(futures)
         self.exposed_s += time.perf_counter() - start
         for future in futures if self._crossings else ():

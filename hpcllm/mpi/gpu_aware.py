@@ -5,9 +5,11 @@
     auto         1  first rank of each node: a child process, an MPI job of its own, sends device memory to itself
                        lives, and the bytes are right     go on
                        dies, hangs, or they are wrong     no: messages go through pinned host memory
-                       cannot start MPI by itself         what the library says about itself
-                 2  every rank sends device memory to the next of its node, and to the rank of its place on the next
-                    node, by every card: small, 64 MiB, from odd addresses; all bytes are right    yes
+                       cannot start MPI by itself, or
+                       use the device beside this rank    what the library says about itself
+                 2  every rank sends device memory to others of its node, so that each pair meets, and to ranks of its
+                    place on other nodes, 1, 2, 4, ... further on, by every card: small, 64 MiB, from odd addresses;
+                    all bytes are right    yes
 
     node 0   rank 0 -> rank 1 -> rank 0        a library may copy what a rank sends to itself, map the memory of ranks
                v         v                     of a node (which control groups may forbid), and let cards read it
@@ -49,7 +51,10 @@ from hpcllm.mpi.wait import Waits, name_rank
 # bytes, and where they begin in their allocation: eager; by rendezvous, between processes by mapped memory; unaligned,
 # as parts of flat buffers are; large, in pieces of a library's own
 CASES = ((256, 0), (4 << 20, 0), ((4 << 20) + 3, 5), (64 << 20, 513))
-STARTED = "started"  # a child prints it once MPI and the device are up: what ends it now says something about both
+# what a child prints, so that its end says something of the right one
+MPI_IS_UP = "mpi is up"  # before it touches the device
+STARTED = "started"  # MPI and the device are up
+BUSY = "busy or unavailable"  # in CUDA's words for a device that another process has for itself
 TRIAL_LIMIT_S = 120.0  # of a child that reads PyTorch from a slow file system
 EXCHANGE_LIMIT_S = 60.0
 # what launchers and batch systems tell a process of the job that it belongs to
@@ -58,6 +63,7 @@ OF_A_JOB = (
     "OMPI_UNIVERSE_", "OMPI_APP_", "OMPI_FILE_", "OMPI_FIRST_", "OMPI_NUM_", "OMPI_MCA_orte_", "OMPI_MCA_ess_",
     "OMPI_MCA_pmix", "MPI_LOCAL",
 )  # fmt: skip
+ALL_PAIRS = 16  # ranks that share a node, and nodes: each pair of so many is tried
 PERIOD = 251  # of the bytes that are sent: a prime, so that no piece of a power of two looks like its neighbour
 CUDA, LEVEL_ZERO, HIP = range(3)  # MPICH's numbers of what a GPU is programmed by
 _given_up: list[torch.Tensor] = []  # memory of messages that may still be on their way
@@ -109,7 +115,7 @@ def _try_marked(comm: MPI.Intracomm, node: MPI.Intracomm, device: torch.device, 
 
 
 def try_between_ranks(comm: MPI.Intracomm, node: MPI.Intracomm, device: torch.device) -> DeviceAccess:
-    """Try the ring of a node's ranks, then the rings of ranks that have one place in their nodes.
+    """Try ranks of a node with one another, then ranks that have one place in their nodes.
 
     node: the ranks of comm that share memory with this one. Collective over comm.
     """
@@ -152,8 +158,10 @@ def try_in_child(device: torch.device, limit_s: float = TRIAL_LIMIT_S) -> Device
 def _verdict(code: int | None, output: bytes, device: torch.device) -> DeviceAccess:
     """code: exit code of the child, None if it was stopped at the limit."""
     words = output.decode(errors="replace").splitlines()
-    if STARTED not in words:
+    if MPI_IS_UP not in words:
         return _by_library(device, "a child process could not start MPI by itself")
+    if STARTED not in words:
+        return _by_library(device, f"a child process could not use the device beside this one{_why_unused(words[-1])}")
     if code == 0:
         return DeviceAccess(True, "device memory was sent and came back right")
     if code is None:
@@ -163,24 +171,47 @@ def _verdict(code: int | None, output: bytes, device: torch.device) -> DeviceAcc
     return DeviceAccess(False, f"a child process could not send device memory: {words[-1]}")
 
 
+def _why_unused(said: str) -> str:
+    """Return what stands behind "could not use the device" in a verdict. said: the child's last words."""
+    mode = ", as in the compute mode EXCLUSIVE_PROCESS: nvidia-smi --compute-mode=DEFAULT, by the site, or NVIDIA's MPS"
+    return "" if said == MPI_IS_UP else f" ({said}){mode if BUSY in said else ''}"
+
+
 def _try_in_ring(comm: MPI.Intracomm, device: torch.device) -> DeviceAccess:
-    """Send device memory to the next rank and receive that of the one before. Collective over comm."""
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    """Send device memory to ranks further on and receive that of ranks before, see shifts. Collective over comm."""
     for size_bytes, offset in CASES:
         sent, landing = _pair(size_bytes, offset, comm.rank, device)
-        torch.accelerator.synchronize(device)
-        try:
-            requests = buffers.irecv(comm, landing, left, 0) + buffers.isend(comm, sent, right, 0)
-            Waits(EXCHANGE_LIMIT_S).all(requests, lambda: f"device memory from {name_rank(comm, left)}")
-        except StallError:
-            _given_up.extend((sent, landing))
-            return DeviceAccess(
-                False, f"device memory from {name_rank(comm, left)} did not come in {EXCHANGE_LIMIT_S:g} s", True
-            )
-        except MPI.Exception as error:
-            return DeviceAccess(False, f"MPI did not take device memory: {error.Get_error_string()}")
-        if not torch.equal(landing.cpu(), _pattern(size_bytes, left)):
-            return DeviceAccess(False, f"{size_bytes} bytes of device memory from {name_rank(comm, left)} came wrong")
+        for shift in shifts(comm.size):
+            landing.zero_()
+            torch.accelerator.synchronize(device)
+            found = _exchange(comm, sent, landing, shift)
+            if not found.direct:
+                return found
+    return DeviceAccess(True, "device memory was sent and came right")
+
+
+def shifts(ranks: int) -> list[int]:
+    """Return how far ranks in a ring send: up to ALL_PAIRS of them so that each pair meets, else 1, 2, 4, ..."""
+    if ranks <= ALL_PAIRS:
+        return list(range(1, max(1, ranks // 2) + 1))
+    return [1 << power for power in range((ranks - 1).bit_length())]
+
+
+def _exchange(comm: MPI.Intracomm, sent: torch.Tensor, landing: torch.Tensor, shift: int) -> DeviceAccess:
+    """Send to the rank `shift` further on, receive from the one as far before. Collective over comm."""
+    right, left = (comm.rank + shift) % comm.size, (comm.rank - shift) % comm.size
+    try:
+        requests = buffers.irecv(comm, landing, left, 0) + buffers.isend(comm, sent, right, 0)
+        Waits(EXCHANGE_LIMIT_S).all(requests, lambda: f"device memory from {name_rank(comm, left)}")
+    except StallError:
+        _given_up.extend((sent, landing))
+        return DeviceAccess(
+            False, f"device memory from {name_rank(comm, left)} did not come in {EXCHANGE_LIMIT_S:g} s", True
+        )
+    except MPI.Exception as error:
+        return DeviceAccess(False, f"MPI did not take device memory: {error.Get_error_string()}")
+    if not torch.equal(landing.cpu(), _pattern(sent.numel(), left)):
+        return DeviceAccess(False, f"{sent.numel()} bytes of device memory from {name_rank(comm, left)} came wrong")
     return DeviceAccess(True, "device memory was sent and came right")
 
 
@@ -250,9 +281,14 @@ def _pair(size_bytes: int, offset: int, seed: int, device: torch.device) -> tupl
 def _send_to_oneself(device: torch.device) -> int:
     """Send memory of the device to this process itself, perhaps to die of it; return the exit code. A child's work."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    torch.accelerator.set_device_index(device)
-    pairs = [_pair(size_bytes, offset, 0, device) for size_bytes, offset in CASES]
-    torch.accelerator.synchronize(device)
+    print(MPI_IS_UP, flush=True)  # by the import of MPI
+    try:
+        torch.accelerator.set_device_index(device)
+        pairs = [_pair(size_bytes, offset, 0, device) for size_bytes, offset in CASES]
+        torch.accelerator.synchronize(device)
+    except RuntimeError as error:  # of the driver's
+        print(str(error).partition("\n")[0], flush=True)
+        return 1
     print(STARTED, flush=True)
     for data, landing in pairs:
         MPI.Request.Waitall(buffers.irecv(MPI.COMM_SELF, landing, 0, 0) + buffers.isend(MPI.COMM_SELF, data, 0, 0))

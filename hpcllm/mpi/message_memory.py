@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from hpcllm.codecs.casts import Raw
 from hpcllm.codecs.protocol import Codec, SumEncoder
 from hpcllm.codecs.tiles import TileLayout
 
+T = TypeVar("T")
 ALIGNMENT_BYTES = 64  # a cache line, and the widest vector register
 _mpi = {"reads devices": False}  # of this process
 
@@ -49,6 +51,17 @@ def mpi_reads_devices() -> bool:
     return _mpi["reads devices"]
 
 
+class Settle(Protocol):
+    """Way in which the host makes a call that blocks until the device has come so far: see Waits.settle."""
+
+    def __call__(self, call: Callable[[], T], /) -> T:
+        """Return the result of the call."""
+
+
+def _plainly(call: Callable[[], T], /) -> T:
+    return call()
+
+
 class MessageMemory:
     """Message memory of values on the CPU: ordinary memory, and nothing to wait for. Not for two threads at once."""
 
@@ -56,7 +69,7 @@ class MessageMemory:
 
     def __init__(self) -> None:
         self._named: dict[str, torch.Tensor] = {}
-        self.settle: Callable[[torch.Event], None] = torch.Event.synchronize  # how the host waits for a device
+        self.settle: Settle = _plainly  # how the host waits for a device
 
     def scratch(self, name: str, size_bytes: int) -> torch.Tensor:
         """Return (size_bytes,) uint8 for MPI, 64-byte aligned, valid until the next call with the name."""
@@ -198,15 +211,17 @@ class StagedCodec:
     def used_bytes(self, data: torch.Tensor, n: int) -> int:
         if data.is_cpu and isinstance(self.codec, TileLayout):
             return self.codec.header_bytes(data, n)  # the header is read where it lies; the device is not waited for
-        return self.codec.used_bytes(data, n)
+        if self.fixed_rate:
+            return self.codec.used_bytes(data, n)
+        return self.memory.settle(lambda: self.codec.used_bytes(data, n))
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, index: int = 0) -> torch.Tensor:
         if self.memory.direct:
-            data = self.codec.encode(values, out, index)
+            data = self._encoded(values, out, index)
         else:
             is_raw = isinstance(self.codec, Raw)
             room = self._room("encoded", 0 if is_raw else self.encoded_bytes(values.numel()))
-            encoded = self.codec.encode(values, room, index)
+            encoded = self._encoded(values, room, index)
             data = out[: encoded.numel()]
             data.copy_(encoded, non_blocking=True)
             self.memory.echo = None if is_raw else (data.data_ptr(), encoded)
@@ -263,6 +278,12 @@ class StagedCodec:
         room.copy_(data, non_blocking=True)
         return room
 
+    def _encoded(self, values: torch.Tensor, out: torch.Tensor, index: int) -> torch.Tensor:
+        """Return the encoding of values; where its length depends on them, the host reads it from the device."""
+        if self.fixed_rate:
+            return self.codec.encode(values, out, index)
+        return self.memory.settle(lambda: self.codec.encode(values, out, index))
+
     def _room(self, name: str, size_bytes: int) -> torch.Tensor:
         return self.memory.workspace(name, size_bytes, torch.uint8)
 
@@ -303,22 +324,19 @@ class StreamEvents:
             start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
         self._replace(first, last, [start], [end], [self._recorded()])
 
-    def wait(self, data: torch.Tensor, settle: Callable[[torch.Event], None] = torch.Event.synchronize) -> None:
-        """Return when the stream is done with `data`; where that is not known, with all that is queued so far.
-
-        settle: returns when an event has passed.
-        """
+    def wait(self, data: torch.Tensor, settle: Settle = _plainly) -> None:
+        """Return when the stream is done with `data`; where that is not known, with all that is queued so far."""
         start, end = span(data)
         first, last = self._overlapping(start, end)
         for place in range(first, last):
             event = self._events[place]
             if event is not None:
-                settle(event)
+                settle(event.synchronize)
                 self._spare.append(event)
                 self._events[place] = None
         if first == last and start < end:
             event = self._recorded()
-            settle(event)
+            settle(event.synchronize)
             self._spare.append(event)
 
     def have_passed(self, data: torch.Tensor) -> bool:

@@ -75,23 +75,32 @@ class Waits:
             return True
         return self.foreground and job_waits.guarded and size_bytes <= MOST_BLOCKING_BYTES
 
-    def block(self, what: Callable[[], str], call: Callable[..., object], *arguments: object) -> None:
-        """Make a blocking call of MPI, for which may_block(its bytes) is true. `what()` names it, see `all`.
+    def block(self, what: Callable[[], str], call: Callable[..., T], *arguments: object) -> T:
+        """Return the result of a blocking call of MPI, for which may_block(its bytes) is true; `what()`: see `all`.
 
         Raises StallError where MPI gives up; past the limit the thread of stuck_calls.py ends the job.
         """
         if self.limit_s is None:
-            call(*arguments)
-            return
+            return call(*arguments)
         thread, start_s = threading.get_ident(), time.perf_counter()
         job_waits.calls[thread] = BlockingCall(self, what, start_s)
         try:
-            call(*arguments)
+            return call(*arguments)
         except MPI.Exception as error:
             raise _gave_up(what, error) from error
         finally:
             del job_waits.calls[thread]
             self.total_s += time.perf_counter() - start_s
+
+    def settle(self, call: Callable[[], T], what: str = "end the work before a message") -> T:
+        """Return the result of a call that blocks until this process's device has come so far; what: "end the step".
+
+        It has a name and this limit, past which the thread of stuck_calls.py ends the job, for a device that hangs says
+        nothing; its seconds are not counted. The call releases the GIL, as torch's do: to ask again and again would
+        find out later.
+        """
+        words = f"its device to {what}, rank {MPI.COMM_WORLD.rank}"
+        return Waits(self.limit_s, observer=self.observer).block(lambda: words, call)
 
     def all(self, requests: Sequence[MPI.Request], what: Callable[[], str]) -> None:
         """Return when every request is complete. `what()` names the wait, and is called only for a report.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,7 @@ def open_device(options: Options, group: Group) -> tuple[torch.device, str]:
     found = find_device(options, device.local_rank(group.node.rank))
     if options.device == "cpu":
         return found, ""
-    reach = gpu_aware(group.comm, found, options.gpu_aware)
+    reach = gpu_aware(group.comm, found, options.gpu_aware, Path.cwd())
     let_mpi_read_devices(reach.direct)
     return found, f"messages {'on the device' if reach.direct else 'in pinned host memory'}: {reach.why}"
 

@@ -92,6 +92,7 @@ class Link:
 
     def __post_init__(self) -> None:
         self.memory = memory_for(self.device)
+        self.memory.settle = self.waits.settle
         self.waits.poll_for(self.device.type)
 
     def receive(self, action: Action) -> None:

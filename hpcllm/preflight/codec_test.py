@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hpcllm.codecs import Codec, find_codec
-from hpcllm.codecs.gpu.launch import launcher_of
+from hpcllm.codecs.gpu.launch import why_no_kernels
 from hpcllm.codecs.names import examples
 from hpcllm.preflight.collect import Communicators
 from hpcllm.preflight.facts import Allocation
@@ -33,7 +33,7 @@ def measure(comms: Communicators, chosen: torch.device, allocation: Allocation |
     """The result, on rank 0. Collective over comms.world. Raises StallError."""
     comms.arrive("to try codecs")
     done, faults = self_test(chosen) if comms.leads else (0, [])
-    why_none = "" if chosen.type == "cpu" else launcher_of(chosen.type)[1]
+    why_none = why_no_kernels(chosen.type)
     comms.arrive("to have tried codecs")
     table = comms.leaders.gather((done, faults, why_none)) if comms.leads else None
     return judge(table, allocation) if table and allocation else None
@@ -53,8 +53,8 @@ def judge(table: list[tuple[int, list[str], str]], allocation: Allocation) -> Me
         for fault, names in wrong.items()
     ]
     findings += [
-        Finding("note", f"no kernels for the device's codecs, raw, bf16, fp16 and int8 only: {why}",
-                nodes_text(names, MOST_NODES), "install what is missing, or take those codecs")
+        Finding("note", f"no kernels for codecs and model, so PyTorch's, and raw, bf16, fp16, int8 only: {why}",
+                nodes_text(names, MOST_NODES), "install what is missing, as jobscripts/MACHINE/install.sh does")
         for why, names in without_kernels.items()
     ]  # fmt: skip
     every, least = len(_cases()), min(done for done, _, _ in table)

@@ -142,7 +142,9 @@ def _measure(
     reach = None
     if comms.world.allreduce(chosen.type != "cpu", MPI.LOR):
         tell("device memory in messages")
-        reach = gpu_aware(comms.world, chosen, wanted)
+        # where a run will look: a job whose preflight dies of the trial would never come to train
+        marked = Path(config.run.folder) / config.run.name if config else Path.cwd()
+        reach = gpu_aware(comms.world, chosen, wanted, marked)
     where = chosen if reach and reach.direct else torch.device("cpu")
     measured = measure(f"matrix products, {matrix.BUDGET_S:g} s", lambda: [matrix.measure(comms, chosen, allocation)])
     measured += measure(

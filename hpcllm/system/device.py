@@ -41,6 +41,8 @@ LOCAL_RANK_VARIABLES = {
     "mpich": "PALS_LOCAL_RANKID",
 }
 
+_streams: dict[torch.device, torch.Stream] = {}  # of computation
+
 
 def torch_dtype(precision: str) -> torch.dtype:
     """PyTorch's dtype for a value of precision.compute: "fp32", "bf16" or "fp16"."""
@@ -122,7 +124,7 @@ def device_index(requested: str, visible: int, node_rank: int, reason: str) -> i
 
 
 def choose_device(requested: str, node_rank: int = 0, deterministic: bool = True) -> torch.device:
-    """Return the device of this rank, made the current one of this thread; calls set_arithmetic.
+    """Return the device of this rank, made the current one of this thread, on a stream of its own; sets arithmetic.
 
     requested, deterministic: keys of [run]. node_rank: among the ranks of its node. Not collective. Raises ConfigError.
     """
@@ -136,7 +138,22 @@ def choose_device(requested: str, node_rank: int = 0, deterministic: bool = True
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
     set_arithmetic(kind.type, deterministic, quiet=node_rank > 0)
-    return torch.device(kind.type, index)
+    chosen = torch.device(kind.type, index)
+    compute_on_own_stream(chosen)
+    return chosen
+
+
+def compute_on_own_stream(device: torch.device) -> None:
+    """Let this thread's work for a device go to a stream of its own from now on, one a process.
+
+    What a library copies without naming a stream, as an MPI may do with device memory, goes to the default stream, and
+    would wait there behind all kernels of a step.
+    """
+    import torch
+
+    stream = _streams.get(device) or _streams.setdefault(device, torch.Stream(device))
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    torch.accelerator.set_stream(stream)
 
 
 def local_rank(node_rank: int) -> int:

@@ -1,4 +1,4 @@
-"""Set-up of a rank's device: which it takes, on which stream, whether MPI reads its memory, its peak performance."""
+"""Set-up of a rank's device: which it takes, whether MPI reads its memory, its peak performance."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from hpcllm.mpi.gpu_aware import DeviceAccess, gpu_aware
 from hpcllm.mpi.mesh import Mesh
 from hpcllm.mpi.message_memory import let_mpi_read_devices
 from hpcllm.system.device import DeviceFacts, peak_tflops_of_rank, take_device, torch_dtype
-
-_streams: dict[torch.device, torch.Stream] = {}  # of computation
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ def set_up_device(config: Config, mesh: Mesh) -> DeviceSetup:
     taken = take_device(config.run.device, mesh.world, mesh.node, config.run.deterministic)
     check_codecs(config, mesh, taken.device)
     check_offload(config, taken.device)
-    compute_on_own_stream(taken.device)
     threads = torch.get_num_threads()
     peak_tflops = on_root(mesh.world, lambda: peak_tflops_of_rank(config, taken.facts, threads))
     access = None
@@ -54,19 +51,6 @@ def set_up_device(config: Config, mesh: Mesh) -> DeviceSetup:
         access = gpu_aware(mesh.world, taken.device, config.communication.gpu_aware, folder)
         let_mpi_read_devices(access.direct)
     return DeviceSetup(taken.device, taken.facts, taken.ranks, access, peak_tflops)
-
-
-def compute_on_own_stream(device: torch.device) -> None:
-    """Let this thread's work for the device go to a stream of its own from now on, one a process; not for the CPU.
-
-    What a library copies without naming a stream, as an MPI may do with device memory, goes to the default stream, and
-    would wait there behind all kernels of a step.
-    """
-    if device.type == "cpu":
-        return
-    stream = _streams.get(device) or _streams.setdefault(device, torch.Stream(device))
-    stream.wait_stream(torch.accelerator.current_stream(device))
-    torch.accelerator.set_stream(stream)
 
 
 def check_offload(config: Config, device: torch.device) -> None:

@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 import hpcllm
 from hpcllm.checkpoint.state import versions
+from hpcllm.codecs.gpu.launch import why_no_kernels
 from hpcllm.collectives.selection import unmeasured
 from hpcllm.config.schema import Config, traffic_codecs
 from hpcllm.data.store import epochs, epochs_note
@@ -50,6 +51,8 @@ def start_lines(run: RunContext) -> list[str]:
         lines.append(f"messages lie in {'device' if reach.direct else 'pinned host'} memory: {reach.why}")
         if not reach.direct and run.mesh.node.size == run.mesh.world.size:
             lines.append(f"warning: {staged_text(staged_s(config, placement))}; {GPU_AWARE_MPI}")
+    if why := why_no_kernels(run.device.type):
+        lines.append(f"warning: no kernels for codecs and model: {why}")
     if text := _window_text(config, run.device):
         lines.append(text)
     if config.optimizer.warmup_steps >= config.run.steps:

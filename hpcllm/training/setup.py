@@ -174,6 +174,8 @@ def open_run(config: Config, comm: MPI.Intracomm, objective: Objective = NEXT_TO
             decoder.unshard_hooks = optimization.optimizer.weights
             decoder.gradient_sums = optimization.gradients
         link = _link(config, mesh, tp, placement, device_setup.device, tuning, watchdog)
+        if device_setup.device.type != "cpu":  # there alone are messages held: they start in this wait, too
+            optimization.worker.meanwhile = link.advance
         stays = [*named.values(), *(weight.data for weight in quantised.values())]
         host = HostActivations(device_setup.device, stays) if config.pipeline.offload else None
         yield RunContext(

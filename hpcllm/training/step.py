@@ -31,6 +31,7 @@ from hpcllm.codecs.gpu.device_codecs import damage_words
 from hpcllm.config.schema import Config
 from hpcllm.data.loader import HASH_BITS, Batch
 from hpcllm.errors import CodecError, NonFiniteError
+from hpcllm.mpi.wait import WORK, Waits
 from hpcllm.optim.replica_check import check_state
 from hpcllm.training.log import Traffic
 from hpcllm.training.requests import RequestCounts, Requests
@@ -129,10 +130,12 @@ def forward_backward(run: RunContext, step: int, position: int) -> Local:
     sums = run.engine.run(run.schedule, batch.inputs, batch.targets, scale, batch.documents, criteria)
     run.loader.read_ahead(position)
     run.gradients.finish()
-    # the one place of a step where the host waits for everything that it has handed to the device
+    # the one place of a step where the host waits for everything that it has handed to the device: the limit is that of
+    # ranks that compute
     words = damage_words(sums.device)
     rest = torch.stack([run.gradients.squared_norm(), *(word.double().squeeze() for _, word in words)])
-    found = torch.cat([sums, rest]).tolist()
+    waits = Waits(run.config.limits.stall_s * WORK, observer=run.watchdog)
+    found = waits.settle(torch.cat([sums, rest]).tolist, "end the step")
     totals, (squares, *tiles) = found[: len(sums)], found[len(sums) :]
     if damages := [codec.damage(int(tile)) for (codec, _), tile in zip(words, tiles, strict=True) if tile]:
         raise CodecError(f"rank {run.mesh.world.rank}: {damages[0]}")

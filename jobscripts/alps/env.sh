@@ -22,8 +22,11 @@ hpcllm_near=""                             # the packages are one file already, 
 
 hpcllm_mounted=$HPCLLM_UENV
 
-# 72 cores each, those of the GPU's own Grace; each rank sees one device [2]
-hpcllm_start=(--uenv="$hpcllm_mounted" --view=default --gpus-per-task=1 --cpu-bind=cores)
+# 72 cores each, those of the GPU's own Grace. Rank i of a node sees GPU i alone, as with the --gpus-per-task=1 of [2], which
+# says that it is the same; but where Slurm makes a control group for each task of it, ranks of a node cannot open one
+# another's memory (../common/one_device.sh). Without that option all GPUs stay with all tasks [2].
+hpcllm_start=(--uenv="$hpcllm_mounted" --view=default --cpu-bind=cores --gpu-bind=none)
+hpcllm_each=(bash "$HPCLLM_ROOT/jobscripts/common/one_device.sh" CUDA_VISIBLE_DEVICES "0,1,2,3")
 
 hpcllm_modules() { :; } # none: all is in the uenv
 
@@ -49,6 +52,7 @@ hpcllm_variables() {
 
 # for install.sh
 hpcllm_build=cuda
+hpcllm_cupy=torch # for the CUDA of the uenv's torch
 hpcllm_torch="" hpcllm_mpicc="" hpcllm_hdf5="" # of the uenv; h5py comes with its own HDF5
 hpcllm_inside=(uenv run --view=default "$HPCLLM_UENV" --) # [4]
 hpcllm_make=("${hpcllm_inside[@]}" python3 -m venv --system-site-packages "$HPCLLM_VENV") # [1]

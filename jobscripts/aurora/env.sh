@@ -59,6 +59,7 @@ hpcllm_gather() { if [ -n "$hpcllm_copied" ]; then stop_copper.sh; fi; }
 
 # for install.sh
 hpcllm_torch=""    # of the module [2]
+hpcllm_cupy=""     # kernels are for CUDA and ROCm
 hpcllm_mpicc=mpicc # Aurora's MPICH, of the module [1]
 hpcllm_hdf5=""     # h5py as it is: our own writer needs no parallel HDF5
 hpcllm_make=(python3 -m venv --system-site-packages "$HPCLLM_VENV") # [2]

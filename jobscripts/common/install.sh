@@ -3,7 +3,7 @@
 #
 #     hpcllm_install_on MACHINE [pack]         on a login node; afterwards jobs find the environment by themselves
 #
-#     modules of env.sh -> an empty environment -> torch -> mpi4py -> h5py -> hpcllm -> does it start?
+#     modules of env.sh -> an empty environment -> torch -> mpi4py -> h5py -> hpcllm -> CuPy -> does it start?
 #     pack:  one file beside it, which jobs copy to the disk of each node (pack.sh says why)
 #
 # What a step has done is noted in the environment, with its command; a second call, after a lost connection perhaps,
@@ -11,13 +11,15 @@
 #
 #     HPCLLM_ENV=FOLDER         where; default: .venv-MACHINE in the repository. Give a folder on the parallel file system
 #     HPCLLM_TORCH_INDEX=URL    the package index that PyTorch's installation page names for the machine's ROCm or CUDA
+#     HPCLLM_CUPY=EXTRA         the CuPy that loads our kernels: cuda12, cuda13, rocm7, torch: by torch's own build; none
 #     DRY_RUN=1                 anywhere: the commands
 #
 # env.sh gives: hpcllm_make, a command; hpcllm_torch, what to install, empty where a module brings it; hpcllm_accelerator, as
 # in the index; hpcllm_mpicc, a compiler; hpcllm_hdf5, the variable in which a module says where HDF5 is, empty for the h5py
 # that comes with its own; hpcllm_inside, where Python is in a container: what to say before it; hpcllm_beside, whether the
 # packages of that Python are in a virtual environment themselves; hpcllm_build, what torch has to be made for, as
-# torch.version calls it: hip, cuda; hpcllm_conda, whether it is an environment of conda.
+# torch.version calls it: hip, cuda; hpcllm_cupy, what HPCLLM_CUPY is where the caller does not say, empty where CuPy has no
+# wheel; hpcllm_conda, whether it is an environment of conda.
 
 # shellcheck source=job.sh
 . "$(dirname "${BASH_SOURCE[0]}")/job.sh"
@@ -82,20 +84,40 @@ hpcllm_packages() {
     # the number makes it another command, which is done again, once a newer hpcllm wants other packages
     hpcllm_pip HPCLLM_WANTS="$(cat "$HPCLLM_ROOT/pyproject.toml" "$HPCLLM_ROOT/jobscripts/local/constraints.txt" | cksum)" \
         --constraint "$pins" --editable "${HPCLLM_ROOT}[text,tensorboard]"
+    hpcllm_kernels "$pins"
+}
+
+hpcllm_kernels() { # PINS: CuPy, which loads the kernels of codecs and model; without it all runs on, slower
+    local step="cupy" extra=${HPCLLM_CUPY:-${hpcllm_cupy:-none}}
+    if [ "$extra" = torch ] && [ -n "${DRY_RUN:-}" ]; then
+        extra=cudaNN
+    elif [ "$extra" = torch ]; then
+        extra=$(hpcllm_python -c 'import torch; print("cuda" + (torch.version.cuda or "").partition(".")[0])')
+    fi
+    if [ "$extra" = none ]; then return; fi
+    if [ -z "${DRY_RUN:-}" ] && hpcllm_python -c 'import sys, importlib.util as u; sys.exit(not u.find_spec("cupy"))'; then
+        hpcllm_say "cupy: there already" && return
+    fi
+    # in a shell of its own, which ends where it fails: a run needs no kernels
+    (hpcllm_pip --constraint "$1" --editable "${HPCLLM_ROOT}[$extra]") ||
+        hpcllm_say "going on without kernels for codecs and model; HPCLLM_CUPY=none leaves that step out"
 }
 
 hpcllm_starts() { # on a login node: MPI itself is not started, for there it may end whom it did not start
     hpcllm_python -c 'import sys, h5py, mpi4py, torch
 from hpcllm.cli.main import main
+from hpcllm.codecs.gpu.launch import why_no_cupy
 if sys.argv[1] and getattr(torch.version, sys.argv[1]) is None:
     sys.exit(f"torch {torch.__version__} in {torch.__path__[0]} is not made for {sys.argv[1]}, so it sees no device of this machine")
 print("torch", torch.__version__, "mpi4py", mpi4py.__version__, "h5py", h5py.__version__,
-    "parallel" if h5py.get_config().mpi else "not parallel: checkpoint.writer = offsets needs no other")' "$hpcllm_build"
+    "parallel" if h5py.get_config().mpi else "not parallel: checkpoint.writer = offsets needs no other")
+if (torch.version.cuda or torch.version.hip) and (why := why_no_cupy()):
+    print("warning: no kernels for codecs and model:", why)' "$hpcllm_build"
 }
 
 hpcllm_install_on() { # MACHINE [pack]
     hpcllm_machine=$1
-    hpcllm_start=() hpcllm_each=() hpcllm_near="" hpcllm_inside=() hpcllm_beside="" hpcllm_build="" hpcllm_conda=""
+    hpcllm_start=() hpcllm_each=() hpcllm_near="" hpcllm_inside=() hpcllm_beside="" hpcllm_build="" hpcllm_cupy="" hpcllm_conda=""
     # shellcheck source=../frontier/env.sh
     . "$HPCLLM_ROOT/jobscripts/$hpcllm_machine/env.sh"
     set -eo pipefail # no -u: what modules run was not written for it

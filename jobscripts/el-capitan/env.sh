@@ -55,6 +55,7 @@ hpcllm_variables() {
 # for install.sh
 hpcllm_build=hip
 hpcllm_torch=torch==2.9.1 hpcllm_accelerator="ROCm 6.4"
+hpcllm_cupy="" # its wheels begin with ROCm 7
 hpcllm_mpicc="cc -shared"
 hpcllm_hdf5=HDF5_ROOT # of cray-hdf5-parallel
 hpcllm_make=(python3 -m venv "$HPCLLM_VENV")

@@ -52,6 +52,7 @@ hpcllm_variables() {
 
 # for install.sh
 hpcllm_torch=torch==2.10.0 hpcllm_accelerator="ROCm 7.1" hpcllm_build=hip # [1]
+hpcllm_cupy=rocm7 # its wheel is made for 7.0, whose libraries have the names of 7.1's
 hpcllm_mpicc="cc -shared"                                # [2]
 hpcllm_hdf5=HDF5_ROOT # of cray-hdf5-parallel [2]
 hpcllm_make=(conda create --yes --prefix "$HPCLLM_VENV" --channel conda-forge python=3.12 conda-pack) # [1] [4]

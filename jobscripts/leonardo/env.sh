@@ -31,6 +31,7 @@ hpcllm_variables() {
 
 # for install.sh
 hpcllm_torch=torch==2.10.0 hpcllm_accelerator="CUDA 12.6 or newer, as the driver allows (nvidia-smi)"
+hpcllm_cupy=torch # for the CUDA of the torch above
 hpcllm_mpicc=mpicc # [3]
 hpcllm_hdf5=""     # h5py as it is: our own writer needs no parallel HDF5
 hpcllm_make=(python3 -m venv "$HPCLLM_VENV")

@@ -79,9 +79,11 @@ if [ "$HPCLLM_CONTAINER" = none ]; then
     hpcllm_mpicc="cc -shared"                               # as on Frontier, OLCF's "Installing mpi4py and h5py"
     hpcllm_hdf5=HDF5_ROOT                                   # of cray-hdf5-parallel
     hpcllm_make=(python3 -m venv "$HPCLLM_VENV")
+    hpcllm_cupy="" # its wheels begin with ROCm 7
 else
     hpcllm_inside=(singularity exec "$HPCLLM_CONTAINER")
     hpcllm_near=""                                 # the packages are one file already
+    hpcllm_cupy=rocm7                              # the image has no CuPy, but the ROCm 7.0 that its wheel is made for [7]
     hpcllm_torch="" hpcllm_mpicc="" hpcllm_hdf5="" # the image has its own, mpi4py and an MPICH that knows GPUs among them [7]
     hpcllm_make=("${hpcllm_inside[@]}" python3 -m venv --system-site-packages "$HPCLLM_VENV") # [4]
     hpcllm_beside=yes # those packages are in a virtual environment, /opt/venv, which that option alone does not see [7]

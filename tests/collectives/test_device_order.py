@@ -6,26 +6,44 @@ The pretended device watches the order of all that happens to its memory (tests/
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections.abc import Iterator
 
+import emulated
 import laws
 import pretend
 import pytest
 import torch
 from device_laws import DEVICE, DOORS, cases
 from pretend.counts import counting
+from pretend.hangs import hanging
 
+from hpcllm.codecs import find_codec
 from hpcllm.codecs.casts import Raw
-from hpcllm.collectives import allreduce, iallgather, iallreduce, ireduce_scatter, ring, strips
+from hpcllm.codecs.gpu import launch
+from hpcllm.collectives import allreduce, iallgather, iallreduce, ireduce_scatter, ring, strips, worker
 from hpcllm.collectives.group import group_of
 from hpcllm.collectives.wire import Wire
 from hpcllm.collectives.worker import Crossing, Worker
 from hpcllm.mpi.message_memory import DeviceMemory, StreamEvents
-from hpcllm.mpi.stuck_calls import report_calls
 from hpcllm.mpi.wait import Waits, job_waits
 
 pytestmark = [pytest.mark.pretend, pytest.mark.usefixtures("device_messages")]
 MODE = os.environ.get("HPCLLM_PRETEND", "")
+
+
+@pytest.fixture
+def kernels(monkeypatch) -> Iterator[None]:
+    """Emulated kernels for the device, where there is a compiler."""
+    if why := emulated.why_not():
+        pytest.skip(why)
+    monkeypatch.setitem(launch.LAUNCHERS, DEVICE, lambda: emulated.EMULATOR)
+    for known in (launch.launcher_of, find_codec):
+        known.cache_clear()
+    yield
+    for known in (launch.launcher_of, find_codec):
+        known.cache_clear()
 
 
 @pytest.mark.parallel([2, 3])
@@ -65,29 +83,56 @@ def test_a_forgotten_crossing_is_found(comm, monkeypatch):
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize("codec", ["raw", "bf16"])
-def test_a_wait_for_the_device_has_a_name_and_the_limit_of_its_messages(comm, monkeypatch, codec):
-    """Of a device that hangs; seconds of such a wait are not those of messages."""
-    said = set()
-
-    class Hanging:
-        def record(self, _):
-            pass
-
-        def synchronize(self):
-            torch.accelerator.synchronize(DEVICE)
-            said.add(report_calls(job_waits, time.perf_counter() + 1000))
-
+@pytest.mark.parametrize(
+    ("algorithm", "codec"),
+    [("ring", "raw"), ("two_step", "bf16"), ("native", "raw"), ("ring", "exp"), ("two_step", "mpc")],
+)
+@pytest.mark.usefixtures("kernels")
+def test_a_wait_for_the_device_has_a_name_and_the_limit_of_its_messages(comm, algorithm, codec):
+    """Of a device that hangs: in events, in what the library's sums read, in lengths that an encoding depends on."""
     laws.limited(comm)
     x = laws.values(comm.rank, 100, torch.float32).to(DEVICE)
-    monkeypatch.setattr(StreamEvents, "_recorded", lambda _: Hanging())
-    DOORS["allreduce"](x, comm, codec=codec, algorithm="ring")
-    monkeypatch.undo()
-    limit_s = group_of(comm).wire.waits.limit_s
-    words = f"waited {limit_s:g} s for its device to end the work before a message, rank {comm.rank};"
-    assert len(said) == 1
-    assert words in said.pop()
-    assert not report_calls(job_waits, time.perf_counter() + 1000)
+    with hanging(DEVICE) as waits:
+        DOORS["allreduce"](x, comm, codec=codec, algorithm=algorithm)
+    words = f"its device to end the work before a message, rank {comm.rank}"
+    assert set(waits) == {(words, group_of(comm).wire.waits.limit_s)}
+    assert not job_waits.calls
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("lane", ["iallreduce", "worker"])
+def test_what_others_wait_for_goes_before_the_kernels_of_the_caller(comm, monkeypatch, lane):
+    """Lanes ask for streams of a higher priority, which is a lower number; one each, whatever the jobs."""
+    asked, stream = [], torch.Stream
+
+    def made(*arguments, priority=0, **words):
+        asked.append(priority)
+        return stream(*arguments, priority=priority, **words)
+
+    monkeypatch.setattr(worker, "_streams", {})
+    monkeypatch.setattr(torch, "Stream", made)
+    x = torch.ones(1000, device=DEVICE)
+    jobs = Worker(threaded=True, device=x.device)
+    for _ in range(3):
+        if lane == "worker":
+            jobs.wait(jobs.submit(lambda: x.mul_(2)))
+        else:
+            iallreduce(x, comm, "raw", "ring").wait()
+    assert len(asked) == 1
+    assert asked[0] < 0
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("how", ["wait", "finish"])
+def test_who_waits_for_a_lane_goes_on_with_what_cannot_wait(comm, how):
+    """Here the lane itself waits for it, as a peer may for a message that is held; then it comes to an end."""
+    went_on = threading.Event()
+    jobs = Worker(threaded=True, device=torch.device(DEVICE, 0), meanwhile=went_on.set)
+    found = []
+    job = jobs.submit(lambda: found.append(went_on.wait(20)))
+    jobs.wait(job) if how == "wait" else jobs.finish()
+    assert found == [True]
+    comm.Barrier()
 
 
 def lands_apart(operation: str, algorithm: str, codec: str) -> bool:

@@ -14,10 +14,12 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from hpcllm.codecs.gpu.launch import PACKAGES
 from hpcllm.config import machines
 
 ROOT = Path(__file__).parents[2]
@@ -179,7 +181,7 @@ def cores_of_ranks(folder: str) -> list[set[int]]:
     return [{core for core in range(mask.bit_length()) if mask >> core & 1} for mask in masks]
 
 
-@pytest.mark.parametrize("folder", ["frontier", "lumi", "perlmutter"])
+@pytest.mark.parametrize("folder", ["frontier", "lumi", "perlmutter", "alps"])
 def test_ranks_of_a_node_can_open_one_another_s_device_memory(folder):
     """All devices of a node are in one control group: srun hands none of them out, one_device.sh hides the others."""
     for verb in VERBS:
@@ -513,7 +515,7 @@ def test_an_install_shows_its_steps(folder):
     lines = dry_run(FOLDERS / folder / "install.sh", HPCLLM_CONTAINER="none")
     steps = [line for line in lines if not line.startswith("module ")]
     if folder == "alps":  # the uenv has mpi4py for its own MPI
-        assert len(steps) == 2
+        assert len(steps) == 3
         assert all("uenv run --view=default pytorch/" in step for step in steps)
         return
     assert re.match("conda create|python3 -m venv", steps[0])
@@ -529,11 +531,73 @@ def test_an_install_in_a_container_adds_only_what_its_image_lacks():
     lines = dry_run(FOLDERS / "lumi" / "install.sh", HPCLLM_CONTAINER="/images/torch.sif", HPCLLM_ENV="/env")
     steps = [shlex.split(line) for line in lines if not line.startswith("module ")]
     inside = ["singularity", "exec", "/images/torch.sif"]
-    assert [step[step.index("singularity") :][:3] for step in steps] == [inside] * 3
+    assert [step[step.index("singularity") :][:3] for step in steps] == [inside] * 4
     assert steps[0][3:] == ["python3", "-m", "venv", "--system-site-packages", "/env"]
     assert steps[1][3:] == ["python3", str(FOLDERS / "common" / "packages_beside.py"), "/env"]
     assert "--editable" in steps[2]
     assert not any("torch==" in word or "--index-url" in word for step in steps for word in step)
+
+
+# the CuPy whose kernels each machine gets: none where no wheel is made for its ROCm, and on Intel's devices
+CUPY = {
+    "frontier": "rocm7",
+    "lumi": "rocm7",
+    "perlmutter": "cudaNN",
+    "leonardo": "cudaNN",
+    "alps": "cudaNN",
+    "el-capitan": "",
+    "aurora": "",
+}
+
+
+@pytest.mark.parametrize("folder", MACHINE_OF)
+@pytest.mark.parametrize("asked", ["", "cuda12", "none"])
+def test_an_install_brings_the_cupy_that_loads_the_kernels(folder, asked):
+    """As an extra of the project, after everything else; the caller's word counts more than the machine's."""
+    lines = dry_run(FOLDERS / folder / "install.sh", HPCLLM_CUPY=asked)
+    extras = [extra for line in lines for extra in re.findall(r"--editable .*\[([a-z0-9,]+N*)\]", line)]
+    wanted = asked or CUPY[folder]
+    assert extras == ["text,tensorboard", *([wanted] if wanted not in ("", "none") else [])]
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert wanted in ("", "none", "cudaNN") or packages[wanted][0].startswith("cupy-")
+    assert set(PACKAGES) | {"cudaNN", ""} >= set(CUPY.values())
+    assert all(packages[extra][0].startswith(wheel) for extra, wheel in PACKAGES.items())
+
+
+def test_a_cluster_of_its_own_names_the_cupy_that_it_wants():
+    script = FOLDERS / "slurm" / "install.sh"
+    assert dry_run(script)[0].endswith("local/setup.sh")
+    assert dry_run(script, HPCLLM_CUPY="rocm7")[0].endswith("local/setup.sh rocm7")
+
+
+@pytest.mark.parametrize("fails", ["", "yes"])
+@pytest.mark.parametrize("there", ["", "yes"])
+@pytest.mark.parametrize(("build", "extra"), [("12.8", "cuda12"), ("13.0", "cuda13")])
+def test_kernels_are_for_the_torch_that_is_there_and_an_install_goes_on_without(tmp_path, build, extra, there, fails):
+    """A Python that says what its torch is made for, and a pip that perhaps cannot install."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f"""#!/bin/sh
+case "$*" in
+    *find_spec*) [ -n "{there}" ] ;;
+    *torch.version*) PYTHONPATH={tmp_path} exec {sys.executable} "$@" ;;
+    *pip*) echo "$*" >>"{tmp_path}/asked"; [ -z "{fails}" ] ;;
+esac
+""")
+    python.chmod(0o755)
+    (tmp_path / "torch.py").write_text(f"class version: cuda = {build!r}")
+    words = f"""
+        . "{FOLDERS}/common/install.sh"; set -eo pipefail
+        HPCLLM_VENV=$0 hpcllm_inside=() hpcllm_cupy=torch
+        hpcllm_kernels "$0/pins"
+        echo goes on
+    """
+    done = run("bash", "-c", words, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
+    asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
+    assert asked.endswith(f"--constraint {tmp_path}/pins --editable {ROOT}[{extra}]\n") == (not there)
+    assert ("without kernels for codecs and model" in done.stderr) == bool(fails and not there)
+    assert ("there already" in done.stderr) == bool(there)
 
 
 def test_an_install_goes_on_with_the_step_that_failed(tmp_path):

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from pytest_mpi import parallel_assert
 
 from hpcllm.mpi import buffers
 from hpcllm.mpi.gpu_aware import (
+    ALL_PAIRS,
     CASES,
     CUDA,
     HIP,
     LEVEL_ZERO,
+    MPI_IS_UP,
     STARTED,
     DeviceAccess,
     _verdict,
     gpu_aware,
     library_says,
+    shifts,
     try_between_ranks,
     try_in_child,
 )
 from hpcllm.mpi.gpu_aware_marker import ADVICE, MARKER
 
 DEVICE = "pretend:0"
-UP = f"{STARTED}\n".encode()
+MPI_UP = f"{MPI_IS_UP}\n".encode()
+UP = MPI_UP + f"{STARTED}\n".encode()
+EXCLUSIVE = b"CUDA error: CUDA-capable device(s) is/are busy or unavailable\n"
 
 
 @pytest.mark.pretend
@@ -46,8 +54,8 @@ def test_it_is_found_out_by_sending(comm):
 @pytest.mark.pretend("open")
 @pytest.mark.parallel([1, 2, 3, 4])
 @pytest.mark.parametrize("ranks_a_node", [1, 2, 3])
-def test_each_pair_of_neighbours_in_and_between_nodes_is_tried(comm, ranks_a_node, monkeypatch):
-    """Every rank sends to the next of its node, and to that of its own place on the next node that has one."""
+def test_each_pair_of_ranks_of_a_node_and_of_nodes_is_tried(comm, ranks_a_node, monkeypatch):
+    """Of few: ranks of a node all meet, and those of one place in their nodes, one of the two sends first."""
     sent, send = set(), buffers.isend
 
     def isend(ring, tensor, peer, tag):
@@ -61,11 +69,30 @@ def test_each_pair_of_neighbours_in_and_between_nodes_is_tried(comm, ranks_a_nod
     parallel_assert(found == DeviceAccess(True, "device memory was sent and came right"))
     members = [rank for rank in range(comm.size) if rank // ranks_a_node == number]
     places = range(place, comm.size, ranks_a_node)
-    peers = {members[(place + 1) % len(members)], places[(number + 1) % len(places)]}
+    peers = {
+        ring[(at + shift) % len(ring)]
+        for ring, at in ((members, place), (places, number))
+        for shift in shifts(len(ring))
+    }
+    for ring in (members, places):
+        met = {frozenset((one, (one + shift) % len(ring))) for one in range(len(ring)) for shift in shifts(len(ring))}
+        parallel_assert(met >= set(map(frozenset, itertools.combinations(range(len(ring)), 2))))
     parallel_assert(sent == {(peer, size_bytes, at % 2) for peer in peers for size_bytes, at in CASES})
     parallel_assert(max(size_bytes for _, size_bytes, _ in sent) == 64 << 20)
     parallel_assert(any(odd for *_, odd in sent))
     node.Free()
+
+
+@given(ranks=st.integers(1, 20_000))
+def test_each_rank_meets_all_of_few_and_some_at_every_distance_of_many(ranks):
+    found = shifts(ranks)
+    assert found[0] == 1
+    met = {shift % ranks for shift in found} | {-shift % ranks for shift in found}
+    if ranks <= ALL_PAIRS:
+        assert met | {0} == set(range(ranks))
+    else:
+        assert len(found) <= ranks.bit_length()
+        assert all(any(distance / 2 < shift <= distance for shift in found) for distance in range(1, ranks))
 
 
 @pytest.mark.pretend
@@ -129,9 +156,13 @@ def test_without_a_device_or_with_a_wish_nothing_is_tried(comm):
         )
 
 
-def test_a_child_that_does_not_come_up_says_nothing_of_the_device():
-    found = try_in_child(torch.device("cuda:0"))  # there is none, or it is none of the library's
+def test_a_child_that_cannot_have_the_device_says_so_and_nothing_of_mpi():
+    """As where the driver lets one process have it: here there is none, or it is none of the library's."""
+    found = try_in_child(torch.device("cuda:0"))
     assert not found.direct or torch.cuda.is_available()
+    assert torch.cuda.is_available() or found.why.startswith(
+        "a child process could not use the device beside this one ("
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,6 +175,11 @@ def test_a_child_that_does_not_come_up_says_nothing_of_the_device():
         (1, UP + b"256 bytes came wrong\n", False, "could not send device memory: 256 bytes came wrong"),
         (1, b"", False, "could not start MPI by itself, and the library does not say"),
         (-11, b"", False, "could not start MPI by itself"),
+        (1, MPI_UP + EXCLUSIVE, False, "could not use the device beside this one (CUDA error: CUDA-capable device(s)"),
+        (1, MPI_UP + EXCLUSIVE, False, "as in the compute mode EXCLUSIVE_PROCESS: nvidia-smi --compute-mode=DEFAULT"),
+        (1, MPI_UP + b"out of memory\n", False, "beside this one (out of memory), and the library does not say"),
+        (-11, MPI_UP, False, "could not use the device beside this one, and the library does not say"),
+        (None, MPI_UP, False, "could not use the device beside this one, and the library does not say"),
     ],
 )
 def test_how_the_child_ended_is_what_is_believed(code, output, direct, why):

@@ -7,11 +7,14 @@ import os
 import pytest
 from mpi4py import MPI
 
+from hpcllm.collectives.group import group_of
 from hpcllm.errors import ConfigError
+from hpcllm.mpi.gpu_aware_marker import Marker
 from hpcllm.mpi.message_memory import let_mpi_read_devices
 from hpcllm.perf import codec, collective, p2p
 from hpcllm.perf.arguments import Options
 from hpcllm.perf.records import read_json
+from hpcllm.perf.session import open_device
 
 pytestmark = pytest.mark.pretend
 
@@ -26,6 +29,22 @@ def options(path, **changes) -> Options:
     direct = os.environ["HPCLLM_PRETEND"] == "open"
     given = {"sizes": (4096,), "codecs": ("raw", "bf16"), "iterations": 1, "warmup": 0, "check": True}
     return Options(**given | {"device": "gpu", "gpu_aware": "yes" if direct else "no", "json": path} | changes)
+
+
+@pytest.mark.parallel([2])
+def test_a_measurement_that_died_of_device_memory_is_the_last_one(comm, shared_path, monkeypatch):
+    """As a run's start: what it has left where it was started sends the next one through the host, with the reason."""
+    monkeypatch.chdir(shared_path)
+    if comm.rank == 0:
+        Marker(shared_path).begin()
+    comm.Barrier()
+    found, text = open_device(options(None, gpu_aware="auto"), group_of(comm))
+    assert found.type == "pretend"
+    assert text.startswith("messages in pinned host memory: the start of ")
+    comm.Barrier()
+    if comm.rank == 0:
+        Marker(shared_path).end()
+    comm.Barrier()
 
 
 @pytest.mark.parallel([2])

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_allocations import frontier, laptop
 
+from hpcllm.config.schema import Config, RunConfig
+from hpcllm.mpi.gpu_aware_marker import Marker
 from hpcllm.mpi.wait import Waits
 from hpcllm.preflight import bandwidth, codec_test, examination, matrix, storage
 from hpcllm.preflight.bandwidth import distances, partner
@@ -94,6 +96,31 @@ def test_what_looks_slow_is_measured_again_before_anybody_is_blamed(comm, monkey
     comms.free()
     assert len(calls) == (1 if slow_times == 0 else 2)
     assert [len(one.findings) for one in found] == ([int(slow_times == 2)] if comm.rank == 0 else [])
+
+
+@pytest.mark.pretend
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("of_a_run", [True, False])
+def test_a_preflight_that_died_of_device_memory_lets_its_run_start(comm, monkeypatch, shared_path, of_a_run):
+    """What it has left in the run's folder, or where it was started, is read by the next one, and by the run."""
+    for module, nothing in ((matrix, None), (bandwidth, []), (storage, None), (codec_test, None)):
+        monkeypatch.setattr(module, "measure", lambda *_, nothing=nothing: nothing)
+    monkeypatch.setattr(examination, "_judged", lambda reach, *_: reach)
+    monkeypatch.chdir(shared_path)
+    config = Config(run=RunConfig(folder=str(shared_path), name="r")) if of_a_run else None
+    marker = Marker(shared_path / "r" if of_a_run else shared_path)
+    if comm.rank == 0:
+        marker.begin()
+    comm.Barrier()
+    comms = open_communicators(comm, Waits(10.0))
+    (reach,) = examination._measure(comms, torch.device("pretend", 0), config, frontier(2), None)
+    comms.free()
+    assert not reach.direct
+    assert f"delete {marker.path} to try again" in reach.why
+    comm.Barrier()
+    if comm.rank == 0:
+        marker.end()
+    comm.Barrier()
 
 
 def test_a_slow_node_is_named_with_the_option_that_leaves_it_out():
@@ -196,6 +223,7 @@ def test_a_codec_that_is_wrong_is_found_on_its_node(monkeypatch):
     found = codec_test.judge([(1, [], ""), (1, faults, "CuPy is not installed")], frontier(2))
     assert [finding.severity for finding in found.findings] == ["breaks", "note"]
     assert [finding.where for finding in found.findings] == ["frontier0001", "frontier0001"]
+    assert "no kernels for codecs and model" in found.findings[1].what
     assert "CuPy is not installed" in found.findings[1].what
 
 

@@ -12,6 +12,7 @@ import emulated
 import pytest
 import small_runs
 import torch
+from pretend.hangs import hanging
 
 from hpcllm.codecs import find_codec
 from hpcllm.codecs.gpu import launch
@@ -54,6 +55,23 @@ def test_each_stream_has_a_word_of_its_own():
     assert sorted(int(word.item()) for word in words) == [0, 1]
     for word in words:
         word.zero_()
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("codec", ["exp", "mpc"])
+@pytest.mark.usefixtures("kernels", "device_messages")
+def test_a_stage_that_waits_for_a_length_from_its_device_has_a_name_and_a_limit(comm, codec):
+    communication = {"forward": codec, "backward": codec, "exact_steps": 0}
+    communication["gpu_aware"] = "yes" if os.environ.get("HPCLLM_PRETEND") == "open" else "no"
+    limits, pipeline = {"stall_s": 30.0}, {"microbatches": 2}
+    config = small_runs.tiny(mesh={"pp": 2}, pipeline=pipeline, communication=communication, limits=limits)
+    with open_run(config, comm) as run:
+        small_runs.run_steps(run, 1)
+        with hanging(DEVICE) as waits:
+            forward_backward(run, 1, config.data.global_batch)
+    message = f"its device to end the work before a message, rank {comm.rank}"
+    assert waits.count((message, 30.0)) >= 2
+    assert "" not in {name for name, _ in waits}
 
 
 @pytest.mark.parallel([2])

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import small_runs
 import torch
+from pretend.hangs import hanging
 from torch.nn import functional
 
+from hpcllm.codecs.gpu.launch import launcher_of
 from hpcllm.config.schema import Config, MeshConfig
 from hpcllm.errors import ConfigError
 from hpcllm.inference.complete import BatchSettings
@@ -25,6 +27,7 @@ from hpcllm.training import loop as train_module
 from hpcllm.training.memory import STAYS, STEP, counting, measured, predicted
 from hpcllm.training.run_info import start_lines
 from hpcllm.training.setup import open_run
+from hpcllm.training.step import forward_backward
 
 pytestmark = pytest.mark.pretend
 STEPS = 3
@@ -171,6 +174,42 @@ def test_staged_messages_of_one_node_are_said_loudly(comm):
     loud = [line for line in said if line.startswith("warning: the devices of this node exchange all messages through")]
     assert len(loud) == (REACH["gpu_aware"] == "no")
     assert all("s of each step; take an MPI built for the GPUs" in line for line in loud)
+
+
+@pytest.mark.parallel([2])
+def test_messages_of_a_stage_start_while_it_waits_for_weights(comm):
+    """A held message starts when its event has passed, whoever waits by then; on the CPU none is held."""
+    pipeline = {"microbatches": 2, "schedule": "interleaved", "chunks": 2}
+    tables: Tables = {"mesh": {"pp": 2}, "pipeline": pipeline, "optimizer": {"shard": "states"}, "model": {"layers": 4}}
+    for device in ("gpu", "cpu"):
+        with open_run(small_runs.tiny(**tables, run={"device": device}, communication=REACH), comm) as run:
+            on_device = run.optimization.worker.meanwhile == run.engine.link.advance
+            assert on_device == (device == "gpu")
+            small_runs.run_steps(run, 2)
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_run_without_kernels_says_why_at_its_start(comm):
+    """Whatever the reason is; on the CPU there is nothing to say."""
+    said = small_runs.losses(small_runs.tiny(communication=REACH), comm, 0, start_lines)
+    why = launcher_of("pretend")[1]
+    assert [line for line in said if "no kernels" in line] == [f"warning: no kernels for codecs and model: {why}"]
+    on_cpu = small_runs.losses(small_runs.tiny(run={"device": "cpu"}), comm, 0, start_lines)
+    assert not any("no kernels" in line for line in on_cpu)
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_device_that_hangs_ends_its_step_by_a_name_and_a_limit(comm):
+    """Nothing in a step waits for the device without one, whoever waits: the program at its end, a lane, a codec."""
+    config = small_runs.tiny(communication={"bucket_mib": 0.02, **REACH}, limits={"stall_s": 30.0})
+    with open_run(config, comm) as run:
+        small_runs.run_steps(run, 1)
+        run.optimizer.settle()
+        with hanging("pretend") as waits:
+            forward_backward(run, 1, config.data.global_batch)
+    end, message = (f"its device to end the {what}, rank {comm.rank}" for what in ("step", "work before a message"))
+    assert waits.count((end, 180.0)) == 1
+    assert set(waits) <= {(end, 180.0), (message, 30.0)}
 
 
 @pytest.mark.parallel([1, 2])

@@ -65,6 +65,16 @@ class Program:
         return tuple(f"-D{macro}" for macro in self.macros)
 
 
+def target_of(device: Any, compiler: Any) -> str:
+    """Return the compiler's target for a device, by torch's properties of it: "gfx90a:sramecc+:xnack-", "sm_90".
+
+    Raises HpcllmError for a device that the compiler does not know.
+    """
+    if torch.version.hip:
+        return str(device.gcnArchName)
+    return cuda_target(device.major, device.minor, compiler)
+
+
 def cuda_target(major: int, minor: int, compiler: Any) -> str:
     """Return NVRTC's target for a device of that compute capability: "sm_90", or "compute_90" for a newer one.
 
@@ -82,16 +92,13 @@ def cuda_target(major: int, minor: int, compiler: Any) -> str:
 
 
 def check_compiler(compiler: Any) -> None:
-    """Find out whether the compiler is there, new enough and at work, by one line. Raises HpcllmError with the fix."""
+    """Find out whether the compiler is there and new enough. Raises HpcllmError with the fix."""
     try:
         version = compiler.getVersion()
     except Exception as error:  # CuPy: RuntimeError where the library is not found, ImportError from below
         raise HpcllmError(f"CuPy finds no compiler ({error}): install it with one, as in cupy-cuda13x[ctk]") from error
     if not torch.version.hip and version < OLDEST_NVRTC:
         raise HpcllmError(f"NVRTC {'.'.join(map(str, version))} is too old: 12.0 or newer is needed")
-    if not torch.version.hip:
-        options = (f"--gpu-architecture=sm_{max(compiler.getSupportedArchs())}", *NVRTC_OPTIONS)
-        _compile("line", 'extern "C" __global__ void line(int* x) { *x = 1; }', options, compiler)
 
 
 def binary_of(program: Program, target: str, compiler: Any) -> str:

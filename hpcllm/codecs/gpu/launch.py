@@ -8,7 +8,6 @@ torch and CuPy share the device's context, so that an address of one is an addre
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,14 +18,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hpcllm.codecs.gpu.compiler import Program, binary_of, check_compiler, cuda_target
+from hpcllm.codecs.gpu.compiler import Program, binary_of, check_compiler, target_of
 from hpcllm.errors import CodecError, HpcllmError
-
-log = logging.getLogger(__name__)
 
 LANES, THREADS = 32, 128  # of a group, and of a block of the launch, as common.cuh says
 WORD = (1 << 64) - 1
 VALUE_NAMES = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "Fp16"}  # in common.cuh
+TRIED = Program("casts", ("VALUE=Fp32", "WIRE=Fp32"))  # at the start: sums of gradients that travel raw
+PACKAGES = {"cuda12": "cupy-cuda12x", "cuda13": "cupy-cuda13x", "rocm7": "cupy-rocm-7-0"}  # of CuPy, by PyTorch's build
 
 
 class Launcher(Protocol):
@@ -41,13 +40,15 @@ class Launcher(Protocol):
 
 
 class CupyLauncher:
-    """Launcher for devices of CUDA and ROCm, both of which torch calls "cuda". Raises HpcllmError, ImportError."""
+    """Launcher for devices of CUDA and ROCm, both of which torch calls "cuda".
+
+    Made once a kernel has been compiled for this process's device and loaded. Raises HpcllmError with the fix.
+    """
 
     def __init__(self) -> None:
-        self.cupy = import_module("cupy")  # here: takes a second, and most runs have no device
-        self.compiler = import_module("cupy.cuda").nvrtc  # hipRTC where CuPy was made for ROCm
-        check_compiler(self.compiler)
+        self.cupy, self.compiler = find_cupy()
         self.kernel = cache(self._kernel)
+        self._try_one(torch.cuda.current_device())
 
     def launch(self, program: Program, kernel: str, groups: int, arguments: Sequence[torch.Tensor | int]) -> None:
         if not groups:
@@ -61,9 +62,20 @@ class CupyLauncher:
     def _stream(self, device: torch.device) -> Any:
         return cupy_stream(self.cupy, torch.cuda.current_stream(device).cuda_stream)
 
+    def _try_one(self, index: int) -> None:
+        """Compile a kernel that every run has and load it: what cannot be is known before the first step."""
+        try:
+            with self.cupy.cuda.Device(index):
+                self.kernel(TRIED, "sum_encode", index)
+        except HpcllmError:
+            raise
+        except Exception as error:  # of the driver's or the runtime's, by CuPy
+            raise HpcllmError(
+                f"the driver does not take what CuPy's compiler has made ({error}); {how_to_install()}"
+            ) from error
+
     def _kernel(self, program: Program, kernel: str, index: int) -> Any:
-        device = torch.cuda.get_device_properties(index)
-        target = device.gcnArchName if torch.version.hip else cuda_target(device.major, device.minor, self.compiler)
+        target = target_of(torch.cuda.get_device_properties(index), self.compiler)
         return self.cupy.RawModule(path=binary_of(program, target, self.compiler)).get_function(kernel)
 
 
@@ -111,16 +123,61 @@ def _word(argument: torch.Tensor | int) -> int:
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument & WORD
 
 
-def _cupy_launcher() -> Launcher:
+def find_cupy() -> tuple[Any, Any]:
+    """Return CuPy and its module for the compiler, hipRTC or NVRTC, which is there and new enough; needs no device.
+
+    Raises HpcllmError with what to install.
+    """
     if not find_spec("cupy"):
-        raise HpcllmError("CuPy is not installed: pip install cupy-cuda13x, or see README for ROCm")
+        raise HpcllmError(f"CuPy is not installed; {how_to_install()}")
     try:
-        return CupyLauncher()
+        cupy = import_module("cupy")  # here: takes a second, and most runs have no device
+        compiler = import_module("cupy.cuda").nvrtc  # hipRTC where CuPy was made for ROCm
     except ImportError as error:
-        raise HpcllmError(f"CuPy is for another CUDA or ROCm than this machine's: {error}") from error
+        raise HpcllmError(
+            f"CuPy is for another CUDA or ROCm than this machine's ({error}); {how_to_install()}"
+        ) from error
+    if bool(torch.version.hip) != bool(cupy.cuda.runtime.is_hip):
+        raise HpcllmError(f"CuPy and PyTorch are for devices of different vendors; {how_to_install()}")
+    if len(runtimes := hip_runtimes()) > 1:
+        raise HpcllmError(f"CuPy and PyTorch have loaded a HIP runtime each, {' and '.join(runtimes)}: one has to do")
+    check_compiler(compiler)
+    return cupy, compiler
 
 
-LAUNCHERS: dict[str, Callable[[], Launcher]] = {"cuda": _cupy_launcher}
+def why_no_cupy() -> str:
+    """Return why CuPy cannot load kernels here, with what to install, "" if it may; needs no device."""
+    try:
+        find_cupy()
+    except HpcllmError as error:
+        return str(error)
+    return ""
+
+
+def how_to_install() -> str:
+    """Return the words that name CuPy's package for this PyTorch."""
+    kind, version = ("ROCm", torch.version.hip) if torch.version.hip else ("CUDA", torch.version.cuda or "")
+    if (build := kind.lower() + version.partition(".")[0]) in PACKAGES:
+        return f"pip install {PACKAGES[build]}"
+    built_for = f"{kind} {version}" if version else "CPUs"
+    return f"CuPy has no package for a PyTorch for {built_for}: take one for ROCm 7, CUDA 12 or CUDA 13"
+
+
+def hip_runtimes() -> list[str]:
+    """Return the paths of HIP runtimes in this process; a stream of one is none of the other's. [] without ROCm."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+            return sorted({line[line.index("/") :].strip() for line in lines if "/libamdhip64" in line})
+    except OSError:
+        return []
+
+
+LAUNCHERS: dict[str, Callable[[], Launcher]] = {"cuda": CupyLauncher}
+
+
+def why_no_kernels(device_type: str) -> str:
+    """Return why kernels cannot be loaded for devices of a type, with what to install; "" if they can; "" for "cpu"."""
+    return "" if device_type == "cpu" else launcher_of(device_type)[1]
 
 
 @cache
@@ -132,5 +189,4 @@ def launcher_of(device_type: str) -> tuple[Launcher | None, str]:
     try:
         return find(), ""
     except HpcllmError as error:
-        log.info("no kernels for %s: %s", device_type, error)
         return None, str(error)
