@@ -143,10 +143,11 @@ def test_what_a_lane_reads_may_be_forgotten_at_once(comm):
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize("end", [Worker.close, Worker.finish])
+@pytest.mark.parametrize("end", ["close", "finish", "wait"])
 def test_what_a_worker_has_done_comes_before_the_callers_next(end):
     worker, x = Worker(True, torch.device(DEVICE, 0)), torch.zeros(4, device=DEVICE)
     for _ in range(3):
-        worker.submit(lambda: time.sleep(0.01) or x.add_(1))
-    end(worker)
+        last = worker.submit(lambda: time.sleep(0.01) or x.add_(1))
+    getattr(worker, end)(*[last] * (end == "wait"))
     assert x.add_(1).cpu().tolist() == [4.0] * 4
+    worker.close()
