@@ -7,16 +7,28 @@ from __future__ import annotations
 
 import time
 
+import emulated
 import laws
 import pretend
 import pytest
 import torch
 from device_laws import DEVICE, DOORS, cases
 
-from hpcllm.collectives import allreduce, iallgather, iallreduce, ireduce_scatter, ring, strips
+from hpcllm.codecs import find_codec
+from hpcllm.collectives import (
+    allreduce,
+    broadcasts,
+    iallgather,
+    iallreduce,
+    ireduce_scatter,
+    pairwise,
+    ring,
+    strips,
+    two_step,
+)
 from hpcllm.collectives.group import group_of
 from hpcllm.collectives.worker import Crossing, Worker
-from hpcllm.mpi.message_memory import DeviceMemory, StreamEvents
+from hpcllm.mpi.message_memory import DeviceMemory, StreamEvents, span
 from hpcllm.mpi.stuck_calls import report_calls
 from hpcllm.mpi.wait import job_waits
 
@@ -102,6 +114,50 @@ def test_raw_sums_on_the_device_are_marked_once(comm, monkeypatch, algorithm):
     found = DOORS["allreduce"](x.to(DEVICE), comm, codec="raw", algorithm=algorithm)
     assert len(events) == {"ring": 2 + cuts * (comm.size - 1), "two_step": 1 + 3 * cuts}[algorithm]
     assert laws.bits(found.cpu()) == laws.bits(want)
+
+
+STRIPED = [  # whose slots are used again and again; raw where the call itself has the device work on its messages
+    (operation, algorithm, codec)
+    for operation, algorithm, codecs in (
+        ("allreduce", "two_step", ("raw", "bf16", "int8:256")),
+        ("reduce_scatter", "two_step", ("raw", "bf16", "int8:256")),
+        ("alltoall", "pairwise", ("bf16", "int8:256")),
+        ("broadcast", "binomial", ("bf16", "int8:256")),
+        ("broadcast", "ring", ("bf16", "int8:256")),
+    )
+    for codec in codecs
+]
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize(("operation", "algorithm", "codec"), STRIPED)
+def test_waits_for_all_that_the_device_was_told_do_not_grow_with_the_strips(
+    comm, monkeypatch, operation, algorithm, codec
+):
+    """A message in memory of which nothing is noted waits for everything: none does after a slot's first use."""
+    laws.limited(comm)
+    for module, name in ((strips, "DEVICE_SEGMENT_VALUES"), (pairwise, "SEGMENT_VALUES"), (broadcasts, "TREE_VALUES")):
+        monkeypatch.setattr(module, name, 1024)
+    monkeypatch.setattr(broadcasts, "CHAIN_VALUES", 1024)
+    monkeypatch.setattr(two_step, "UNDER_WAY_BYTES", 1024)
+    monkeypatch.setattr(strips, "LEAST_VALUES", 100)
+    unknown, wait = [], StreamEvents.wait
+
+    def counted(self, data, *settle):
+        first, last = self._overlapping(*span(data))
+        unknown.append(first == last and data.nbytes > 0)
+        return wait(self, data, *settle)
+
+    monkeypatch.setattr(StreamEvents, "wait", counted)
+    found = find_codec(codec, torch.float32, DEVICE)
+    if codec == "int8:256" and operation == "allreduce" and not emulated.why_not():
+        found = emulated.emulated(codec, torch.float32)  # which adds up and encodes in one kernel
+    counts = []
+    for cuts in (12, 36):
+        unknown.clear()
+        DOORS[operation](torch.ones(1024 * comm.size * cuts, device=DEVICE), comm, codec=found, algorithm=algorithm)
+        counts.append(sum(unknown))
+    assert counts[0] == counts[1]
 
 
 def side_stream() -> torch.Stream:

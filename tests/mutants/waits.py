@@ -58,10 +58,13 @@ LINK = Stage("tests/pipeline/test_device_link.py")
 STREAM = Stage("tests/training/test_train_on_device.py", "not_the_default_one")
 TRAINING = Stage("tests/training/test_train_on_device.py", "losses_are_those", limit_s=240)
 CHECKPOINTS = Stage("tests/training/test_train_on_device.py", "goes_from_the_cpu", limit_s=240)
+FEW_OFFLOAD = Stage("tests/training/test_offload.py", "bits_are_those and (selective or full)", limit_s=120)
 OFFLOAD = Stage("tests/training/test_offload.py", "bits_are_those", limit_s=120)
 GOES_ON = Stage("tests/training/test_offload.py", "goes_on", limit_s=120)
 LOOKED_AT = Stage("tests/optim/test_order_on_device.py", limit_s=120)
 ZERO3 = Stage("tests/optim/test_zero3_on_device.py", modes=("open",))
+MEASURED = Stage("tests/training/test_train.py", "nothing_is_measured", modes=())
+TEXTS = Stage("tests/finetuning/test_grpo.py", modes=(), limit_s=120)
 UPLOAD = Stage("tests/data/test_device_upload.py")
 DAMAGE = Stage("tests/training/test_device_damage.py")
 COPY = Stage("tests/checkpoint/test_background.py", ranks="1")
@@ -69,17 +72,18 @@ EXCHANGE = Stage("tests/checkpoint/test_exchange.py", modes=())
 STAGES = {  # by file, or by room; the quickest first
     "hpcllm/mpi/message_memory.py": (ORDER, LINK, SEGMENTS),
     "hpcllm/pipeline/link.py": (LINK, TRAINING),
-    "hpcllm/pipeline/host_activations.py": (OFFLOAD, GOES_ON),
+    "hpcllm/pipeline/host_activations.py": (FEW_OFFLOAD, GOES_ON, OFFLOAD),
     "hpcllm/collectives": (ORDER, ORDER_3, SEGMENTS),
     "hpcllm/codecs/gpu": (DAMAGE,),
     "hpcllm/optim": (LOOKED_AT, CHECKPOINTS),
     "hpcllm/optim/weights.py": (LOOKED_AT, ZERO3, CHECKPOINTS),
-    "hpcllm/optim/host_states.py": (OFFLOAD, GOES_ON),
+    "hpcllm/optim/host_states.py": (FEW_OFFLOAD, GOES_ON, OFFLOAD),
     "hpcllm/data/loader.py": (UPLOAD,),
     "hpcllm/checkpoint/background.py": (COPY, CHECKPOINTS),
     "hpcllm/checkpoint/exchange.py": (EXCHANGE,),
+    "hpcllm/finetuning": (TEXTS,),
     "hpcllm/system": (STREAM,),
-    "hpcllm/training": (LOOKED_AT, CHECKPOINTS),
+    "hpcllm/training": (MEASURED, LOOKED_AT, CHECKPOINTS),
 }
 FILES = {
     "mpi": "message_memory",
@@ -91,6 +95,7 @@ FILES = {
     "checkpoint": "background exchange",
     "system": "device_setup",
     "training": "loop step",
+    "finetuning": "rollouts",
     "codecs/gpu": "device_codecs",
 }
 # what has no such form: file, text, what it becomes
@@ -201,7 +206,8 @@ def judge(deletion: Deletion, tree: Tree, sound: dict[tuple[str, tuple[str, ...]
         verdict = tree.judge(mutant)
         seconds += verdict.seconds
         if verdict.word != SURVIVED:
-            return kept(deletion, verdict.word, mutant.group, seconds, in_a_line(verdict.told))
+            said = in_a_line(verdict.told)
+            return kept(deletion, verdict.word if said else BROKEN, mutant.group, seconds, said or "ended without a word")
     return kept(deletion, SURVIVED, "", seconds, "")
 
 
@@ -211,7 +217,10 @@ def kept(deletion: Deletion, word: str, group: str, seconds: float, said: str) -
 
 
 def in_a_line(told: str) -> str:
-    """The test that failed and the first lines of its complaint; if the test was ended, in which function it hung."""
+    """The test that failed and the first lines of its complaint; if the test was ended, in which function it hung.
+
+    Nothing if no test complains: the job was ended from outside.
+    """
     test = re.search(r"^(?:FAILED|ERROR) \S*?(test_\w+\.py::\S+)|(test_\w+\.py::\S+) failed here", told, re.M)
     name = next(filter(None, test.groups())) if test else ""
     if "+++ Timeout +++" in told:
@@ -220,7 +229,7 @@ def in_a_line(told: str) -> str:
         at = " < ".join(f"{file}:{line} {function}" for file, line, function in reversed(frames[-3:]))
         return f"hangs, at {at}"
     faults = re.findall(r"^E   +(?:(?:AssertionError|Failed): )?(\S.*)", told, re.M)
-    return f"{name}: {'; '.join(faults[:3]) or told.strip()[-200:]}"[:400]
+    return f"{name}: {'; '.join(faults[:3])}"[:400] if name else ""
 
 
 def main() -> int:
