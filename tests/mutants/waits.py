@@ -22,6 +22,7 @@ import json
 import re
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,7 @@ LINK = Stage("tests/pipeline/test_device_link.py")
 STREAM = Stage("tests/training/test_train_on_device.py", "not_the_default_one")
 TRAINING = Stage("tests/training/test_train_on_device.py", "losses_are_those", limit_s=240)
 CHECKPOINTS = Stage("tests/training/test_train_on_device.py", "goes_from_the_cpu", limit_s=240)
+OWN_STREAMS = Stage("tests/training/test_offload.py", "of_their_own", ranks="1")
 FEW_OFFLOAD = Stage("tests/training/test_offload.py", "bits_are_those and (selective or full)", limit_s=120)
 OFFLOAD = Stage("tests/training/test_offload.py", "bits_are_those", limit_s=120)
 GOES_ON = Stage("tests/training/test_offload.py", "goes_on", limit_s=120)
@@ -72,7 +74,7 @@ EXCHANGE = Stage("tests/checkpoint/test_exchange.py", modes=())
 STAGES = {  # by file, or by room; the quickest first
     "hpcllm/mpi/message_memory.py": (ORDER, LINK, SEGMENTS),
     "hpcllm/pipeline/link.py": (LINK, TRAINING),
-    "hpcllm/pipeline/host_activations.py": (FEW_OFFLOAD, GOES_ON, OFFLOAD),
+    "hpcllm/pipeline/host_activations.py": (OWN_STREAMS, FEW_OFFLOAD, GOES_ON, OFFLOAD),
     "hpcllm/collectives": (ORDER, ORDER_3, SEGMENTS),
     "hpcllm/codecs/gpu": (DAMAGE,),
     "hpcllm/optim": (LOOKED_AT, CHECKPOINTS),
@@ -120,7 +122,7 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Deletion:
-    """file: from the root of the repository; find occurs there once; what: the statement and its line."""
+    """file: from the root of the repository; find occurs there once; what: the function and the statement."""
 
     file: str
     find: str
@@ -153,16 +155,25 @@ def deletions() -> Iterator[Deletion]:
 def of_file(path: str) -> Iterator[Deletion]:
     """The deletions of a file; the text to find is that of its lines, with enough lines before to occur once."""
     whole = (ROOT / path).read_text(encoding="utf-8")
-    lines = whole.splitlines(keepends=True)
-    for node in ast.walk(ast.parse(whole)):
+    lines, tree, seen = whole.splitlines(keepends=True), ast.parse(whole), Counter[str]()
+    for node in ast.walk(tree):
         for begin, end, replace in edits(node, whole):
             first, last = begin[0] - 1, end[0]
             start = first
             while whole.count("".join(lines[start:last])) > 1:
                 start -= 1
             kept = "".join(lines[start:first]) + lines[first][: begin[1]], lines[last - 1][end[1] :]
-            what = f"{lines[first].strip()} ({first + 1})"
+            what = f"{around(tree, last)}: {lines[first].strip().partition('  #')[0]}"
+            seen[what] += 1
+            what += f" ({seen[what]})" if seen[what] > 1 else ""
             yield Deletion(path, "".join(lines[start:last]), replace.join(kept), what)
+
+
+def around(tree: ast.Module, line: int) -> str:
+    """The function and class in which a line is: `Slots.wait`."""
+    kinds = ast.FunctionDef, ast.ClassDef
+    found = [n for n in ast.walk(tree) if isinstance(n, kinds) and n.lineno <= line <= (n.end_lineno or 0)]
+    return ".".join(node.name for node in sorted(found, key=lambda node: node.lineno))
 
 
 def edits(node: ast.AST, whole: str) -> Iterator[tuple[Place, Place, str]]:
@@ -207,7 +218,8 @@ def judge(deletion: Deletion, tree: Tree, sound: dict[tuple[str, tuple[str, ...]
         seconds += verdict.seconds
         if verdict.word != SURVIVED:
             said = in_a_line(verdict.told)
-            return kept(deletion, verdict.word if said else BROKEN, mutant.group, seconds, said or "ended without a word")
+            word = verdict.word if said else BROKEN
+            return kept(deletion, word, mutant.group, seconds, said or "ended without a word")
     return kept(deletion, SURVIVED, "", seconds, "")
 
 
@@ -223,9 +235,10 @@ def in_a_line(told: str) -> str:
     """
     test = re.search(r"^(?:FAILED|ERROR) \S*?(test_\w+\.py::\S+)|(test_\w+\.py::\S+) failed here", told, re.M)
     name = next(filter(None, test.groups())) if test else ""
+    told = re.sub(r"/\S*/((?:hpcllm|tests)/)", r"\1", told)
     if "+++ Timeout +++" in told:
         stack = told.partition("Stack of MainThread")[2].partition("~~~ ")[0]
-        frames = re.findall(r'File ".*/((?:hpcllm|tests)/\S+)", line (\d+), in (\w+)', stack)
+        frames = re.findall(r'File "((?:hpcllm|tests)/\S+)", line (\d+), in (\w+)', stack)
         at = " < ".join(f"{file}:{line} {function}" for file, line, function in reversed(frames[-3:]))
         return f"hangs, at {at}"
     faults = re.findall(r"^E   +(?:(?:AssertionError|Failed): )?(\S.*)", told, re.M)

@@ -145,3 +145,23 @@ def test_a_buffer_that_was_sent_may_be_the_next_to_be_filled(comm, codec):
                     taken = link.take(Action(receive, m))
                     assert torch.equal(taken.cpu(), content if codec == "raw" else content.half().bfloat16())
                     link.release(taken)
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("codec", ["raw", "fp16"])
+def test_a_buffer_is_filled_again_once_the_device_has_read_it(comm, codec):
+    """The host waits for nothing between a take and the next receives: the device reads when it comes to it."""
+    with open_mesh(comm, MeshConfig(pp=2)) as mesh:
+        codecs = {(FORWARD, 1 - mesh.pp.rank): codec}
+        link = Link(mesh, Placement(2, 1), SHAPE, Waits(60.0), codecs, torch.bfloat16, torch.device(DEVICE, 0))
+        sums = []
+        for m in range(4 * (1 + SPARES)):
+            if mesh.pp.rank == 0:
+                link.send(Action(Op.SEND_FORWARD, m), torch.full(SHAPE, float(m), device=DEVICE).bfloat16())
+            else:
+                link.receive(Action(Op.RECV_FORWARD, m))
+                taken = link.take(Action(Op.RECV_FORWARD, m))
+                sums.append(taken.float().mean())
+                link.release(taken)
+        link.finish()
+        assert [mean.item() for mean in sums] == list(range(len(sums)))
