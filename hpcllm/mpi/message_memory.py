@@ -123,7 +123,6 @@ class DeviceMemory(MessageMemory):
         return self._on_device(size_bytes) if self.direct else _pinned(size_bytes)
 
     def staged(self, codec: Codec) -> Codec:
-        self.events.clear()  # an algorithm records nothing that is raw and direct, and may have done such before
         return codec if self.direct and isinstance(codec, Raw) else StagedCodec(codec, self)
 
     def before_send(self, data: torch.Tensor) -> None:
@@ -146,8 +145,7 @@ class DeviceMemory(MessageMemory):
         self._last.wait(torch.accelerator.current_stream(self.device))
 
     def leave(self) -> None:
-        self.events.clear()
-        self.echo = None
+        self.events.clear()  # the memory may be a caller's, who does with it what nobody records
         self._last.record(torch.accelerator.current_stream(self.device))
 
     def _forget_echo(self, data: torch.Tensor) -> None:

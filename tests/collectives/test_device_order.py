@@ -28,7 +28,7 @@ from hpcllm.collectives import (
 )
 from hpcllm.collectives.group import group_of
 from hpcllm.collectives.worker import Crossing, Worker
-from hpcllm.mpi.message_memory import DeviceMemory, StreamEvents, span
+from hpcllm.mpi.message_memory import DeviceMemory, StreamEvents, mpi_reads_devices, span
 from hpcllm.mpi.stuck_calls import report_calls
 from hpcllm.mpi.wait import job_waits
 
@@ -207,3 +207,39 @@ def test_what_a_worker_has_done_comes_before_the_callers_next(end):
     getattr(worker, end)(*[last] * (end == "wait"))
     assert x.add_(1).cpu().tolist() == [4.0] * 4
     worker.close()
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("codec", ["raw", "bf16"])
+def test_calls_of_all_kinds_follow_one_another_on_one_array(comm, codec):
+    """What one call has noted of its memory says nothing of what the caller, or the next call, does there."""
+    laws.limited(comm)
+    kinds = [
+        (operation, algorithm)
+        for operation in DOORS
+        for algorithm, of, dtype in cases(operation)
+        if (of, dtype) == (codec, torch.float32)
+    ]
+    x = laws.values(comm.rank, 600 * comm.size, torch.float32).to(DEVICE)
+    for first in kinds:
+        for operation, algorithm in (first, *kinds):
+            x.mul_(0.5)
+            DOORS[operation](x, comm, codec=codec, algorithm=algorithm)
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.skipif(bool(emulated.why_not()), reason=emulated.why_not())
+def test_bytes_are_decoded_as_they_are_whatever_was_encoded_since():
+    """A staged codec keeps what it last encoded on the device, which is not what lies at any other place."""
+    memory = DeviceMemory(torch.device(DEVICE, 0), direct=mpi_reads_devices())
+    codec = memory.staged(emulated.emulated("int8:256", torch.float32))
+    x, y = (laws.values(seed, 1000, torch.float32).to(DEVICE) for seed in (1, 2))
+    size, out = codec.encoded_bytes(1000), torch.empty(1000, device=DEVICE)
+    parts = memory.scratch("parts", 2 * size).view(2, size)
+    codec.encode(y, parts[1])
+    first = codec.encode(x, memory.scratch("first", size))
+    codec.decode(first, out)
+    want = out.cpu()
+    codec.sum_encode(parts, 0, x, memory.scratch("sum", size))
+    codec.decode(first, out)
+    assert torch.equal(out.cpu(), want)
