@@ -195,7 +195,7 @@ class HostActivations:
         return _Slab(torch.empty(taken, dtype=torch.uint8, pin_memory=True))
 
     def give_back(self, slabs: Iterable[_Slab]) -> None:
-        """Take slabs for the next passes. All copies from them were waited for by the computation, as is it by `send`."""
+        """Take slabs for the next passes. The computation has waited for copies from them, and `send` does for it."""
         for slab in slabs:
             slab.used = 0
             self._free.append(slab)
