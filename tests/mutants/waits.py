@@ -220,20 +220,28 @@ def kept(deletion: Deletion, word: str, group: str, seconds: float, said: str) -
 
 
 def in_a_line(told: str) -> str:
-    """The test that failed and the first lines of its complaint; if the test was ended, in which function it hung.
+    """The test that failed and the first lines of its complaint; or where it hung or died of freed memory.
 
     Nothing if no test complains: the job was ended from outside.
     """
+    told = re.sub(r"/\S*/((?:hpcllm|tests)/)", r"\1", told)
+    if died := re.search(r"Fatal Python error: ([\w ]+)", told):
+        return f"{died[1]}, at {frames(told.partition('Current thread')[2].partition('Extension modules')[0])}"
+    if "+++ Timeout +++" in told:
+        inner_last = frames(told.partition("Stack of MainThread")[2].partition("~~~ ")[0], last_first=True)
+        return f"hangs, at {inner_last}"
     test = re.search(r"^(?:FAILED|ERROR) \S*?(test_\w+\.py::\S+)|(test_\w+\.py::\S+) failed here", told, re.M)
     name = next(filter(None, test.groups())) if test else ""
-    told = re.sub(r"/\S*/((?:hpcllm|tests)/)", r"\1", told)
-    if "+++ Timeout +++" in told:
-        stack = told.partition("Stack of MainThread")[2].partition("~~~ ")[0]
-        frames = re.findall(r'File "((?:hpcllm|tests)/\S+)", line (\d+), in (\w+)', stack)
-        at = " < ".join(f"{file}:{line} {function}" for file, line, function in reversed(frames[-3:]))
-        return f"hangs, at {at}"
     faults = re.findall(r"^E   +(?:(?:AssertionError|Failed): )?(\S.*)", told, re.M)
-    return f"{name}: {'; '.join(faults[:3])}"[:400] if name else ""
+    return f"{name}: {'; '.join(faults[:3])}"[:300] if name else ""
+
+
+def frames(stack: str, last_first: bool = False) -> str:
+    """The three innermost functions of a stack that are hpcllm's."""
+    found = re.findall(r'File "(hpcllm/\S+)", line (\d+),? in (\w+)', stack)
+    return " < ".join(
+        f"{file}:{line} {function}" for file, line, function in (found[::-1] if last_first else found)[:3]
+    )
 
 
 def main() -> int:
