@@ -6,6 +6,7 @@ The pretended device watches the order of all that happens to its memory (tests/
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import emulated
 import laws
@@ -16,7 +17,6 @@ from device_laws import DEVICE, DOORS, cases
 
 from hpcllm.codecs import find_codec
 from hpcllm.collectives import (
-    allreduce,
     broadcasts,
     iallgather,
     iallreduce,
@@ -169,16 +169,18 @@ def side_stream() -> torch.Stream:
 
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("codec", ["raw", "bf16"])
-def test_calls_on_two_streams_use_their_memory_in_turn(comm, codec):
+@pytest.mark.parametrize("operation", ["allreduce", "alltoall"])
+def test_calls_on_two_streams_use_their_memory_in_turn(comm, operation, codec):
     """One group, and so one message memory, which the last calls outgrow on the stream that did not take it."""
     x, y, longer = (torch.ones(n, device=DEVICE) for n in (10_000, 10_000, 50_000))
-    side = side_stream()
+    side, algorithm = side_stream(), {"allreduce": "two_step", "alltoall": "pairwise"}[operation]
+    call = partial(DOORS[operation], comm=comm, codec=codec, algorithm=algorithm)
     for _ in range(2):
-        allreduce(x, comm, codec, "two_step")
+        call(x)
         with side:
-            allreduce(y, comm, codec, "two_step")
+            call(y)
     with side:
-        allreduce(longer, comm, codec, "two_step")
+        call(longer)
     torch.accelerator.current_stream(x.device).wait_stream(side)  # before y is forgotten here
 
 
