@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from mpi4py import MPI
 from small_runs import losses, run_steps, tiny
 
@@ -28,6 +29,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def weights_of(run: RunContext) -> list[torch.Tensor]:
+    """Copies of the weights on the host, as far as they are whole."""
+    is_whole = run.config.optimizer.shard != "all"
+    return [weight.detach().cpu() for weight in run.parameters.values() if is_whole]
+
+
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_that_is_looked_at_between_its_steps_is_the_run_that_is_not(comm, monkeypatch, case):
@@ -43,7 +50,9 @@ def test_a_run_that_is_looked_at_between_its_steps_is_the_run_that_is_not(comm, 
         for step in range(STEPS):
             seen.append(run_steps(run, 1, first=step))
             run.optimizer.settle()
+            settled = weights_of(run)
             run.objective.validate(run)
+            assert all(map(torch.equal, settled, weights_of(run)))
             for piece in [*run.optimizer.pieces_to_write(), *run.optimizer.pieces_to_read()]:
                 piece.values.cpu()
             run.optimizer.loaded(run.optimizer.updates)
