@@ -23,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "whole, late sums": {"communication": {"gradients": "bf16"}},
     "ZeRO-1": {"optimizer": {"shard": "states"}, **BF16},
     "ZeRO-1, differences": {"optimizer": {"shard": "states"}, "communication": {"parameters": "bf16"}},
+    "ZeRO-1, states on the host": {"optimizer": {"shard": "states", "offload": True}, **BF16},
     "ZeRO-2": {"optimizer": {"shard": "states+gradients"}, "pipeline": {"microbatches": 2}, **BF16},
     "ZeRO-3": {"optimizer": {"shard": "all"}, "pipeline": {"microbatches": 2}, **BF16},
     "ZeRO-3, recomputed": {"optimizer": {"shard": "all"}, "pipeline": {"recompute": "full"}},
@@ -49,12 +50,13 @@ def test_a_run_that_is_looked_at_between_its_steps_is_the_run_that_is_not(comm, 
         seen = []
         for step in range(STEPS):
             seen.append(run_steps(run, 1, first=step))
+            look = (run.optimizer.pieces_to_read, run.optimizer.pieces_to_write)[step % 2]
+            pieces = [piece.values.cpu().clone() for piece in look()]
             run.optimizer.settle()
+            assert all(torch.equal(before, piece.values.cpu()) for before, piece in zip(pieces, look(), strict=True))
             settled = weights_of(run)
             run.objective.validate(run)
             assert all(map(torch.equal, settled, weights_of(run)))
-            for piece in [*run.optimizer.pieces_to_write(), *run.optimizer.pieces_to_read()]:
-                piece.values.cpu()
             run.optimizer.loaded(run.optimizer.updates)
         return np.concatenate(seen)
 
