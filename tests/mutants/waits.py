@@ -67,6 +67,7 @@ LOOKED_AT = Stage("tests/optim/test_order_on_device.py", limit_s=120)
 ZERO3 = Stage("tests/optim/test_zero3_on_device.py", modes=("open",))
 MEASURED = Stage("tests/training/test_train.py", "nothing_is_measured", modes=())
 TEXTS = Stage("tests/finetuning/test_grpo.py", modes=(), limit_s=120)
+OWN_STREAM = Stage("tests/system/test_device.py", "stream_of_its_own", ranks="1")
 UPLOAD = Stage("tests/data/test_device_upload.py")
 DAMAGE = Stage("tests/training/test_device_damage.py")
 DECODED = Stage(ORDER.tests, "decoded_as_they_are", ranks="1")
@@ -85,7 +86,7 @@ STAGES = {  # by file, or by room; the quickest first
     "hpcllm/checkpoint/background.py": (COPY, CHECKPOINTS),
     "hpcllm/checkpoint/exchange.py": (EXCHANGE,),
     "hpcllm/finetuning": (TEXTS,),
-    "hpcllm/system": (STREAM,),
+    "hpcllm/system": (OWN_STREAM, STREAM),
     "hpcllm/training": (MEASURED, LOOKED_AT, CHECKPOINTS),
 }
 FILES = {
