@@ -42,7 +42,6 @@ def ring_allreduce(x: torch.Tensor, group: Group, codec: Codec) -> None:
     ring = _Ring(x, x[start:end], x, group, codec)
     ring.reduce_scatter()
     ring.allgather()
-    ring.finish()
 
 
 def ring_reduce_scatter(x: torch.Tensor, out: torch.Tensor, group: Group, codec: Codec) -> None:
@@ -52,7 +51,6 @@ def ring_reduce_scatter(x: torch.Tensor, out: torch.Tensor, group: Group, codec:
         return
     ring = _Ring(x, out, x, group, codec)
     ring.reduce_scatter()
-    ring.finish()
 
 
 def ring_allgather(
@@ -70,7 +68,6 @@ def ring_allgather(
         return
     ring = _Ring(out, out[start:end], out, group, codec, chunks)
     ring.allgather()
-    ring.finish()
 
 
 def lane_count(chunk_bytes: int, on_cpu: bool) -> int:
@@ -125,13 +122,9 @@ class _Ring:
             for lane in self.lanes:
                 lane.take(hop)
 
-    def finish(self) -> None:
-        for lane in self.lanes:
-            lane.wait_sent()
-
 
 class _Lane:
-    """One part of every chunk on its way around the ring."""
+    """One part of every chunk on its way around the ring. What a hop sends is gone when the next one has arrived."""
 
     def __init__(self, lane: int, ring: _Ring) -> None:
         self.lane, self.ring, self.group, self.codec = lane, ring, ring.group, ring.codec
@@ -180,9 +173,6 @@ class _Lane:
             self._send(data, part)
         if part.numel():
             self.codec.decode(data, part)
-
-    def wait_sent(self) -> None:
-        self.group.wire.waits.all(self.sending, lambda: f"the end of a ring, to {self.group.name(self.right)}")
 
     def _partial(self, data: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """data's values + own, rounded to dtype; raw ones where data is."""

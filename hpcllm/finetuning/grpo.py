@@ -86,7 +86,6 @@ class Grpo:
         self._scores(run, [])
         if self.settings.kl:
             read_start(run)
-            run.optimizer.settle()
             self._reference = {name: p.detach().clone() for name, p in run.parameters.items()}
 
     def take(self, position: int) -> Batch:

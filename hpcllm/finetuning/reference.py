@@ -122,7 +122,6 @@ def score(run: RunContext, rows: PairRows, numbers: NDArray[np.int64]) -> LogPro
 
     Collective over the mesh. Raises StallError.
     """
-    run.optimizer.settle()
     run.engine.set_exact(True)
     run.optimizer.weights.exact = True
     share, parts = run.config.data.global_batch // run.mesh.dp.size, run.config.pipeline.microbatches

@@ -160,8 +160,8 @@ class DeviceMemory(MessageMemory):
 
     def unused(self, data: torch.Tensor) -> None:
         if not self.events.knows(data):
-            self.settle(self._last)
-            self.settle(self._taken)
+            self.settle(self._last.synchronize)
+            self.settle(self._taken.synchronize)
             self.events.set_passed(data)
 
     def is_ready(self, data: torch.Tensor) -> bool:
@@ -178,8 +178,8 @@ class DeviceMemory(MessageMemory):
         self._has_begun = False
 
     def leave(self) -> None:
-        self.events.clear()
-        self.echo, self._knows_all = None, False
+        self.events.clear()  # the memory may be a caller's, who does with it what nobody records
+        self._knows_all = False
         self._last.record(torch.accelerator.current_stream(self.device))
 
     def _forget_echo(self, data: torch.Tensor) -> None:

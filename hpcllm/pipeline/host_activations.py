@@ -44,7 +44,6 @@ class _Slab:
 
     memory: Tensor  # (bytes,) uint8
     used: int = 0  # bytes
-    read: torch.Event | None = None  # the last copy back from it
 
 
 @dataclass(eq=False)
@@ -190,15 +189,13 @@ class HostActivations:
         for slab in self._free:
             if slab.memory.numel() >= size_bytes:
                 self._free.remove(slab)
-                if slab.read is not None:
-                    self._out.wait_event(slab.read)
                 return slab
         taken = max(SLAB_BYTES, 1 << (size_bytes - 1).bit_length())
         self.host_bytes += taken
         return _Slab(torch.empty(taken, dtype=torch.uint8, pin_memory=True))
 
     def give_back(self, slabs: Iterable[_Slab]) -> None:
-        """Take slabs for the next passes, once what is copied from them has arrived."""
+        """Take slabs for the next passes. The computation has waited for copies from them, and `send` does for it."""
         for slab in slabs:
-            slab.used, slab.read = 0, recorded(self.device, self._back)
+            slab.used = 0
             self._free.append(slab)

@@ -203,7 +203,6 @@ def _validate(
     run: RunContext, log: Log | None, accounting: Accounting, traffic: TrafficCounter, step: int
 ) -> Validation | None:
     """Measure the held-out loss and log it; its messages are no step's. Collective over the mesh."""
-    run.optimizer.settle()
     with traffic.paused():
         result = run.objective.validate(run)
     accounting.timer.end("validation")
@@ -236,11 +235,11 @@ def _measure(
     is_last: bool,
 ) -> Validation | None:
     """Measure what is due after a step: the held-out loss, the tasks. Collective over the mesh."""
+    run.optimizer.settle()  # what is still under way are messages of a step
     validation = None
     if is_last or _is_due(step, run.config.log.validation_every_steps):
         validation = _validate(run, log, accounting, traffic, step)
     if tasks and (is_last or _is_due(step, run.config.evaluation.every_steps)):
-        run.optimizer.settle()
         with traffic.paused():  # its messages are no step's
             tasks.measure(log, step)
         accounting.timer.end("validation")

@@ -11,7 +11,7 @@ import pytest
 from pytest_mpi import parallel_assert
 from small_checkpoints import own_attributes, verify, write_slabs
 
-from hpcllm.checkpoint import layout
+from hpcllm.checkpoint import exchange, layout
 from hpcllm.checkpoint.folder import load_newest
 from hpcllm.checkpoint.layout import DatasetSpec
 from hpcllm.checkpoint.reader import Checkpoint
@@ -109,6 +109,40 @@ def test_no_byte_is_handed_out_unverified(comm, shared_path, monkeypatch, wrote,
         pairs = [(s, np.empty(s.shape, "f4")) for s in sound[comm.rank :: comm.size]]
         fetch(checkpoint, pairs)
         parallel_assert(all((row[0] == tensor[s.start[0], 3:12]).all() for s, row in pairs))
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize(("wrote", "reads"), [(rows_of, columns_of), (columns_of, rows_of)])
+def test_what_is_under_way_does_not_grow_with_the_file(comm, shared_path, monkeypatch, index_of, wrote, reads):
+    """Messages and scratch memory of a few turns, in writing and in reading, however many turns there are."""
+    monkeypatch.setattr(layout, "BLOCK_BYTES", 4 * 18 * 5)
+    monkeypatch.setattr(exchange, "_SCRATCH_BYTES", 4 * 18 * 5)
+    hold, most = exchange._Messages._hold, np.zeros(2, int)
+
+    def counted(self, values, peer):
+        np.maximum(most, (len(self._held), len(self._chunks)), out=most)
+        return hold(self, values, peer)
+
+    monkeypatch.setattr(exchange._Messages, "_hold", counted)
+
+    def most_of(blocks: int) -> list[list[int]]:
+        shape, found = (5 * blocks * comm.size, 18), []
+        tensor = np.arange(shape[0] * shape[1], dtype="f4").reshape(shape)
+        mine, wanted = wrote(comm.rank, comm.size, shape), reads(comm.rank, comm.size, shape)
+        values, out = np.ascontiguousarray(tensor[index_of(mine)]), np.empty(wanted.shape, "f4")
+        most[:] = 0
+        path = shared_path / f"{blocks}.h5"
+        write_slabs(path, comm, {"w": DatasetSpec(shape, "float32")}, {mine: values}, {})
+        found.append(most.tolist())
+        most[:] = 0
+        with Checkpoint.open(path, comm) as checkpoint:
+            fetch(checkpoint, [(wanted, out)])
+        parallel_assert((out == tensor[index_of(wanted)]).all())
+        return [*found, most.tolist()]
+
+    many, few = most_of(32), most_of(8)
+    parallel_assert(many == few)
+    parallel_assert(np.any(many))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import emulated
 import laws
@@ -22,11 +23,22 @@ from pretend.hangs import hanging
 from hpcllm.codecs import find_codec
 from hpcllm.codecs.casts import Raw
 from hpcllm.codecs.gpu import launch
-from hpcllm.collectives import allreduce, iallgather, iallreduce, ireduce_scatter, ring, strips, worker
+from hpcllm.collectives import (
+    allreduce,
+    broadcasts,
+    iallgather,
+    iallreduce,
+    ireduce_scatter,
+    pairwise,
+    ring,
+    strips,
+    two_step,
+    worker,
+)
 from hpcllm.collectives.group import group_of
 from hpcllm.collectives.wire import Wire
 from hpcllm.collectives.worker import Crossing, Worker
-from hpcllm.mpi.message_memory import DeviceMemory, StreamEvents
+from hpcllm.mpi.message_memory import DeviceMemory, StreamEvents, mpi_reads_devices, span
 from hpcllm.mpi.wait import Waits, job_waits
 
 pytestmark = [pytest.mark.pretend, pytest.mark.usefixtures("device_messages")]
@@ -211,6 +223,50 @@ def test_raw_sums_on_the_device_are_marked_once(comm, monkeypatch, algorithm):
     assert laws.bits(found.cpu()) == laws.bits(want)
 
 
+STRIPED = [  # whose slots are used again and again; raw where the call itself has the device work on its messages
+    (operation, algorithm, codec)
+    for operation, algorithm, codecs in (
+        ("allreduce", "two_step", ("raw", "bf16", "int8:256")),
+        ("reduce_scatter", "two_step", ("raw", "bf16", "int8:256")),
+        ("alltoall", "pairwise", ("bf16", "int8:256")),
+        ("broadcast", "binomial", ("bf16", "int8:256")),
+        ("broadcast", "ring", ("bf16", "int8:256")),
+    )
+    for codec in codecs
+]
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize(("operation", "algorithm", "codec"), STRIPED)
+def test_waits_for_all_that_the_device_was_told_do_not_grow_with_the_strips(
+    comm, monkeypatch, operation, algorithm, codec
+):
+    """A message in memory of which nothing is noted waits for everything: none does after a slot's first use."""
+    laws.limited(comm)
+    for module, name in ((strips, "DEVICE_SEGMENT_VALUES"), (pairwise, "SEGMENT_VALUES"), (broadcasts, "TREE_VALUES")):
+        monkeypatch.setattr(module, name, 1024)
+    monkeypatch.setattr(broadcasts, "CHAIN_VALUES", 1024)
+    monkeypatch.setattr(two_step, "UNDER_WAY_BYTES", 1024)
+    monkeypatch.setattr(strips, "LEAST_VALUES", 100)
+    unknown, wait = [], StreamEvents.wait
+
+    def counted(self, data, *settle):
+        first, last = self._overlapping(*span(data))
+        unknown.append(first == last and data.nbytes > 0)
+        return wait(self, data, *settle)
+
+    monkeypatch.setattr(StreamEvents, "wait", counted)
+    found = find_codec(codec, torch.float32, DEVICE)
+    if codec == "int8:256" and operation == "allreduce" and not emulated.why_not():
+        found = emulated.emulated(codec, torch.float32)  # which adds up and encodes in one kernel
+    counts = []
+    for cuts in (12, 36):
+        unknown.clear()
+        DOORS[operation](torch.ones(1024 * comm.size * cuts, device=DEVICE), comm, codec=found, algorithm=algorithm)
+        counts.append(sum(unknown))
+    assert counts[0] == counts[1]
+
+
 def side_stream() -> torch.Stream:
     """A stream that comes after what was told so far."""
     stream = torch.Stream(torch.device(DEVICE, 0))
@@ -220,16 +276,18 @@ def side_stream() -> torch.Stream:
 
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize("codec", ["raw", "bf16"])
-def test_calls_on_two_streams_use_their_memory_in_turn(comm, codec):
+@pytest.mark.parametrize("operation", ["allreduce", "alltoall"])
+def test_calls_on_two_streams_use_their_memory_in_turn(comm, operation, codec):
     """One group, and so one message memory, which the last calls outgrow on the stream that did not take it."""
     x, y, longer = (torch.ones(n, device=DEVICE) for n in (10_000, 10_000, 50_000))
-    side = side_stream()
+    side, algorithm = side_stream(), {"allreduce": "two_step", "alltoall": "pairwise"}[operation]
+    call = partial(DOORS[operation], comm=comm, codec=codec, algorithm=algorithm)
     for _ in range(2):
-        allreduce(x, comm, codec, "two_step")
+        call(x)
         with side:
-            allreduce(y, comm, codec, "two_step")
+            call(y)
     with side:
-        allreduce(longer, comm, codec, "two_step")
+        call(longer)
     torch.accelerator.current_stream(x.device).wait_stream(side)  # before y is forgotten here
 
 
@@ -250,10 +308,47 @@ def test_what_a_lane_reads_may_be_forgotten_at_once(comm):
 
 
 @pytest.mark.parallel([2])
-@pytest.mark.parametrize("end", [Worker.close, Worker.finish])
+@pytest.mark.parametrize("end", ["close", "finish", "wait"])
 def test_what_a_worker_has_done_comes_before_the_callers_next(end):
     worker, x = Worker(True, torch.device(DEVICE, 0)), torch.zeros(4, device=DEVICE)
     for _ in range(3):
-        worker.submit(lambda: time.sleep(0.01) or x.add_(1))
-    end(worker)
+        last = worker.submit(lambda: time.sleep(0.01) or x.add_(1))
+    getattr(worker, end)(*[last] * (end == "wait"))
     assert x.add_(1).cpu().tolist() == [4.0] * 4
+    worker.close()
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("codec", ["raw", "bf16"])
+def test_calls_of_all_kinds_follow_one_another_on_one_array(comm, codec):
+    """What one call has noted of its memory says nothing of what the caller, or the next call, does there."""
+    laws.limited(comm)
+    kinds = [
+        (operation, algorithm)
+        for operation in DOORS
+        for algorithm, of, dtype in cases(operation)
+        if (of, dtype) == (codec, torch.float32)
+    ]
+    x = laws.values(comm.rank, 600 * comm.size, torch.float32).to(DEVICE)
+    for first in kinds:
+        for operation, algorithm in (first, *kinds):
+            x.mul_(0.5)
+            DOORS[operation](x, comm, codec=codec, algorithm=algorithm)
+
+
+@pytest.mark.parallel([1])
+@pytest.mark.skipif(bool(emulated.why_not()), reason=emulated.why_not())
+def test_bytes_are_decoded_as_they_are_whatever_was_encoded_since():
+    """A staged codec keeps what it last encoded on the device, which is not what lies at any other place."""
+    memory = DeviceMemory(torch.device(DEVICE, 0), direct=mpi_reads_devices())
+    codec = memory.staged(emulated.emulated("int8:256", torch.float32))
+    x, y = (laws.values(seed, 1000, torch.float32).to(DEVICE) for seed in (1, 2))
+    size, out = codec.encoded_bytes(1000), torch.empty(1000, device=DEVICE)
+    parts = memory.scratch("parts", 2 * size).view(2, size)
+    codec.encode(y, parts[1])
+    first = codec.encode(x, memory.scratch("first", size))
+    codec.decode(first, out)
+    want = out.cpu()
+    codec.sum_encode(parts, 0, x, memory.scratch("sum", size))
+    codec.decode(first, out)
+    assert torch.equal(out.cpu(), want)

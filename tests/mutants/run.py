@@ -59,6 +59,8 @@ NONE_COLLECTED, USAGE = 5, 4  # exit codes of pytest
 TIMED_OUT = 124
 MORE_S = 900.0  # for a job to start, perhaps after others
 ENDING_S = 20.0  # from SIGTERM to SIGKILL
+TOLD = 30_000  # characters of what tests say that are kept, from their end
+SHOWN = 1500  # of those, of one verdict
 NO_SHRINKING = "tests/mutants/no_shrinking.py"  # a plugin of pytest: the first example that fails is enough
 
 
@@ -142,7 +144,7 @@ class Tree:
             finally:
                 self.end()
             output.seek(0)
-            return code, output.read().decode(errors="replace")[-1500:]
+            return code, output.read().decode(errors="replace")[-TOLD:]
 
     def end(self) -> None:
         """No process of the job is left when this returns."""
@@ -291,7 +293,7 @@ def main() -> int:
             mutant = verdict.mutant
             print(f"{verdict.word:9} {verdict.seconds:6.1f} s  {mutant.room}: {mutant.name}", flush=True)
             if verdict.told and (verdict.word in (STALE, BROKEN) or arguments.told):
-                print("          " + verdict.told.strip().replace("\n", "\n          "), flush=True)
+                print("          " + verdict.told.strip()[-SHOWN:].replace("\n", "\n          "), flush=True)
     took = time.monotonic() - start_s
     told = ", ".join(f"{count} {word}" for word, count in counts.items())
     print(f"{len(chosen)} mutants: {told} ({took:.0f} s)")

@@ -121,3 +121,47 @@ def test_a_buffer_given_back_is_not_the_next_to_be_filled(comm):
         for first, second in itertools.pairwise(landings):
             assert first != second
         assert mesh.pp.rank == 0 or len(set(landings)) == 1 + SPARES  # and memory is bounded
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("codec", ["raw", "fp16"])
+def test_a_buffer_that_was_sent_may_be_the_next_to_be_filled(comm, codec):
+    """What comes is decoded, and not what was encoded there: one message one way, then more than the pool has back."""
+    with open_mesh(comm, MeshConfig(pp=2)) as mesh:
+        codecs = {(way, 1 - mesh.pp.rank): codec for way in (FORWARD, BACKWARD)}
+        link = Link(mesh, Placement(2, 1), SHAPE, Waits(60.0), codecs, torch.bfloat16, torch.device(DEVICE, 0))
+        for round_ in range(2):
+            messages = [
+                (Op.SEND_FORWARD, Op.RECV_FORWARD, 0),
+                *[(Op.SEND_BACKWARD, Op.RECV_BACKWARD, m) for m in range(8)],
+            ]
+            for number, (send, receive, m) in enumerate(messages):
+                content = microbatch(10 * round_ + number)
+                if (mesh.pp.rank == 0) == (send == Op.SEND_FORWARD):
+                    link.send(Action(send, m), content.to(DEVICE))
+                    link.finish()
+                else:
+                    link.receive(Action(receive, m))
+                    taken = link.take(Action(receive, m))
+                    assert torch.equal(taken.cpu(), content if codec == "raw" else content.half().bfloat16())
+                    link.release(taken)
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("codec", ["raw", "fp16"])
+def test_a_buffer_is_filled_again_once_the_device_has_read_it(comm, codec):
+    """The host waits for nothing between a take and the next receives: the device reads when it comes to it."""
+    with open_mesh(comm, MeshConfig(pp=2)) as mesh:
+        codecs = {(FORWARD, 1 - mesh.pp.rank): codec}
+        link = Link(mesh, Placement(2, 1), SHAPE, Waits(60.0), codecs, torch.bfloat16, torch.device(DEVICE, 0))
+        sums = []
+        for m in range(4 * (1 + SPARES)):
+            if mesh.pp.rank == 0:
+                link.send(Action(Op.SEND_FORWARD, m), torch.full(SHAPE, float(m), device=DEVICE).bfloat16())
+            else:
+                link.receive(Action(Op.RECV_FORWARD, m))
+                taken = link.take(Action(Op.RECV_FORWARD, m))
+                sums.append(taken.float().mean())
+                link.release(taken)
+        link.finish()
+        assert [mean.item() for mean in sums] == list(range(len(sums)))

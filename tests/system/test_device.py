@@ -24,6 +24,7 @@ from hpcllm.system.device import (
     peak_tflops_of_rank,
     take_device,
 )
+from hpcllm.system.device_setup import compute_on_own_stream
 
 MI250X = DeviceFacts("cuda", 0, "AMD Instinct MI250X", 64 * 10**9, "0000:c1:00.0")
 
@@ -199,3 +200,19 @@ def test_a_checksum_sees_every_bit_and_every_place(dtype, shape, monkeypatch):
             bits[at] ^= 1 << bit
     assert want[0] not in changed
     assert len(set(changed)) == len(changed)
+
+
+@pytest.mark.pretend
+@pytest.mark.parallel([1])
+def test_what_is_told_on_a_stream_of_its_own_comes_after_what_was_told_before():
+    """The fixture no_races asks for the order."""
+    device = torch.device("pretend", 0)
+    before = torch.accelerator.current_stream(device)
+    try:
+        torch.accelerator.set_stream(torch.Stream(device))
+        x = torch.ones(100, device=device)
+        compute_on_own_stream(device)
+        assert (x + 1).cpu().tolist() == [2.0] * 100
+        before.wait_stream(torch.accelerator.current_stream(device))
+    finally:
+        torch.accelerator.set_stream(before)

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import numpy as np
+import pretend
 import pytest
 import small_runs
 import torch
@@ -166,3 +167,24 @@ def test_a_tensor_that_two_operations_save_leaves_once():
     saved.done()
     assert (x.grad.cpu() == 8).all()
     assert len(host._free) == 1
+
+
+@pytest.mark.pretend
+@pytest.mark.usefixtures("small", "comm")
+@pytest.mark.parallel([1])
+def test_activations_leave_and_come_back_on_streams_of_their_own():
+    """What the computation is told does not wait for either copy, and so must not read what has not been waited for."""
+    host = host_activations.HostActivations(torch.device("pretend", 0), [])
+    x = torch.ones(100, device="pretend", requires_grad=True)
+    with host.keeping(x) as saved:
+        y = x * 2
+        y * y
+    (entry,) = saved.entries
+    torch.accelerator.current_stream(x.device).synchronize()
+    assert not (entry.host == 2).any()  # poison: the computation's stream has nothing to do with it
+    host.drop(entry)
+    host.fetch(entry)
+    entry.device.cpu()
+    assert any("race" in fault for fault in pretend.native().take_faults())
+    assert (host.taken(entry).cpu() == 2).all()
+    saved.done()

@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from mpi4py import MPI
 from small_runs import make_store, with_tables
 
 from hpcllm.checkpoint.archive import compress
 from hpcllm.checkpoint.diff import difference
 from hpcllm.checkpoint.folder import newest_first
 from hpcllm.checkpoint.reader import Checkpoint
+from hpcllm.collectives import group
 from hpcllm.config import schema as configs
 from hpcllm.config.policies import POLICIES
 from hpcllm.config.schema import Config
@@ -441,3 +443,29 @@ def test_a_run_writes_the_traces_that_were_requested_and_where_its_ranks_are(com
         lines = (folder / "ranks.txt").read_text().splitlines()
         assert [line.partition(",")[0] for line in lines] == [f"rank {r}: dp {r % dp}" for r in range(comm.size)]
         assert f", process {os.getpid()} on " in lines[comm.rank]
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.parametrize("shard", ["none", "states", "all"])
+def test_a_step_has_the_bytes_that_it_has_where_nothing_is_measured_between_steps(comm, store, monkeypatch, shard):
+    """Sums and weights may be under way when a validation begins, whose own messages are no step's."""
+    make_group, bytes_of = group.make_group, []
+    monkeypatch.setattr(group, "make_group", lambda comm, _=None: make_group(comm, MPI.COMM_SELF))  # each rank a node
+    for every in (0, 1):
+        config = run_config(
+            store,
+            run={"name": f"{shard} {every}", "steps": 5},
+            data={"validation_sequences": 12},
+            optimizer={"shard": shard},
+            communication={
+                "gradients": "bf16",
+                "parameters": "bf16",
+                "exact_steps": 0,
+            },  # the library's are not counted
+            log={"validation_every_steps": every},
+        )
+        train(config, comm)
+        bytes_of.append([logged_by_step(config, f"{kind}_bytes") for kind in ("gradients", "parameters")])
+        assert len(logged(config, "validation_loss")) == (5 if every else 1)
+    assert bytes_of[0] == bytes_of[1]
+    assert any(bytes_of[0])
