@@ -44,7 +44,7 @@ MODE, DEVICES = os.environ.get("HPCLLM_PRETEND", ""), ("sealed", "open")
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "pretend(mode): runs on the device of tests/pretend, in this mode or in both")
     config.addinivalue_line("markers", "alone: holds a limit of time; nothing else runs beside it")
-    config.addinivalue_line("markers", "generates: makes text on the device, whose host waits for every token anyway")
+    config.addinivalue_line("markers", "may_wait: launches what makes CUDA's host wait, as making text does")
     config.addinivalue_line("markers", "full(reason): left to tests/run.sh --all, see sampling.py")
     if MODE in DEVICES and not pretend.why_not():
         pretend.start(open_=MODE == "open")
@@ -129,7 +129,7 @@ def no_races() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_hidden_waits(request: pytest.FixtureRequest) -> Iterator[None]:
     """Nothing that a test has launched on the pretended device would make the host wait inside CUDA."""
-    is_watched = MODE in DEVICES and not pretend.why_not() and not request.node.get_closest_marker("generates")
+    is_watched = MODE in DEVICES and not pretend.why_not() and not request.node.get_closest_marker("may_wait")
     with none_denied() if is_watched else nullcontext():
         yield
 

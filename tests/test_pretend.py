@@ -21,6 +21,7 @@ import pytest
 import torch
 from mpi4py import MPI
 from pretend.autoload import FAULTY
+from pretend.counts import counting, none_denied
 
 pytestmark = pytest.mark.pretend
 DEVICE, N = "pretend", 1000
@@ -192,6 +193,17 @@ FAULTS: dict[Callable[[bool], None], tuple[str, str, str]] = {
 }
 
 
+WAITING: dict[str, Callable[[torch.Tensor], object]] = {
+    "nonzero": torch.nonzero,
+    "masked_select": lambda x: x.masked_select(x > 3),
+    "index by a mask": lambda x: x[x > 3],
+    "_index_put_impl_ by a mask": lambda x: x.index_put_((x > 3,), x[:1]),
+    "scatter_add": lambda x: x.scatter_add_(0, x.long(), x.clone()),
+    "index_add": lambda x: x.index_add_(0, x.long(), x.clone()),
+    "_unique2": torch.unique,
+}
+
+
 def line_of(side: str) -> str:
     """The innermost line of this file on one side of a fault."""
     number = re.search(rf"{re.escape(__file__)}:(\d+)", side)
@@ -212,6 +224,30 @@ def test_a_thread_that_is_not_joined_is_named_once_for_each_pair_of_lines():
     for _ in range(3):
         streams_meet(False)
     assert len(pretend.take_faults()) == 1
+
+
+@pytest.mark.may_wait
+@pytest.mark.parametrize("name", WAITING)
+def test_what_makes_the_host_wait_inside_cuda_is_denied(name):
+    x, places = torch.arange(8.0, device=DEVICE), torch.arange(8, device=DEVICE)
+    with pytest.raises(AssertionError, match=name), none_denied():
+        WAITING[name](x)
+    with none_denied():
+        x.index_select(0, places)
+
+
+def test_counts_within_counts_are_the_same():
+    x = torch.arange(8.0, device=DEVICE)
+    with counting() as outer:
+        x.add_(1)
+        with counting() as inner:
+            x.add_(1).cpu()
+        x.add_(1)
+    assert inner.operators == {"add": 1, "copy": 1}
+    assert outer.operators == {"add": 3, "copy": 1}
+    assert (inner.to_host, inner.moved_bytes) == ((1, 32), 3 * 32)  # an addition in place reads and writes
+    assert (outer.to_host, outer.moved_bytes) == ((1, 32), 7 * 32)
+    assert [block.times for block in inner.blocks] == [block.times for block in outer.blocks] == [1]
 
 
 def test_completions_come_in_any_order():
