@@ -85,7 +85,7 @@ def _turn(x: torch.Tensor, out: torch.Tensor, part: slice, group: Group, codec: 
             slots[i, : data.numel()].copy_(data)
     group.wire.memory.before_receive(slots)  # what lies on the host is moved about by the CPU
     for distance in (1 << level for level in range((size - 1).bit_length())):
-        # slots whose number has this bit, the lowest first: by a view, for a device's host would wait for a list of them
+        # slots whose number has this bit, the lowest first: a view, for a device's host would wait for a list of them
         chosen, shape = slots.view(-1, 2, distance, slots.shape[1])[:, 1], (-1, distance, slots.shape[1])
         count = sum(bool(i & distance) for i in range(size))
         sent, landing = leaving[:count], coming[:count]
