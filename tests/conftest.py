@@ -4,6 +4,7 @@
     HPCLLM_PRETEND=sealed    MPI cannot read its memory, as with most MPI libraries and GPUs
     HPCLLM_PRETEND=open      MPI can
 and then they are the only ones that run. One that holds for one of the two says so: `@pytest.mark.pretend("open")`.
+    HPCLLM_PRETEND=late      no device; messages of all others on several ranks use MPI's freedom (pretend/messages.py)
 
 `@pytest.mark.alone` tests hold a limit of time that a neighbour on the other core would break.
 
@@ -17,6 +18,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +26,8 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pretend
 import pytest
+from pretend.counts import none_denied
+from sampling import LATE, may_be_late
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -34,33 +38,25 @@ hypothesis.settings.load_profile("shared machine")
 
 pytest_plugins = ["pytester"]  # tests of plugins run pytest inside pytest
 
-MODE = os.environ.get("HPCLLM_PRETEND", "")
+MODE, DEVICES = os.environ.get("HPCLLM_PRETEND", ""), ("sealed", "open")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "pretend(mode): runs on the device of tests/pretend, in this mode or in both")
     config.addinivalue_line("markers", "alone: holds a limit of time; nothing else runs beside it")
+    config.addinivalue_line("markers", "may_wait: launches what makes CUDA's host wait, as making text does")
     config.addinivalue_line("markers", "full(reason): left to tests/run.sh --all, see sampling.py")
-    if MODE and not pretend.why_not():
+    if MODE in DEVICES and not pretend.why_not():
         pretend.start(open_=MODE == "open")
-        watch_order()
-
-
-def watch_order() -> None:
-    """From now on threads and messages are watched, too (pretend/threads.py, pretend/messages.py)."""
-    from pretend import messages, threads
-
-    threads.watch(pretend.native())
-    from hpcllm.mpi import buffers
-
-    messages.watch(pretend.native(), buffers)
+    if MODE == LATE or (MODE and not pretend.why_not()):
+        pretend.watch()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Files without any test of this group are not even imported, which all ranks would do at once."""
     selected = config.getoption("markexpr")
     group = next((name for name in ("parallel", "alone") if selected.startswith(name)), "")
-    marker = "mark.pretend" if MODE else f"mark.{group}" if group else ""
+    marker = "mark.pretend" if MODE in DEVICES else f"mark.{group}" if group else ""
     is_tests = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     return True if is_tests and marker not in collection_path.read_text(encoding="utf-8") else None
 
@@ -79,9 +75,9 @@ def pytest_runtest_protocol() -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of the device run where there is one, and all others where there is none."""
-    config.hook.pytest_deselected(items=[item for item in items if not _is_for(item.get_closest_marker("pretend"))])
-    items[:] = [item for item in items if _is_for(item.get_closest_marker("pretend"))]
-    for item in items if MODE and pretend.why_not() else ():
+    config.hook.pytest_deselected(items=[item for item in items if not _runs(item)])
+    items[:] = [item for item in items if _runs(item)]
+    for item in items if MODE in DEVICES and pretend.why_not() else ():
         item.add_marker(pytest.mark.skip(reason=pretend.why_not()))
     if hasattr(config, "workerinput"):  # what takes longest first
         items.sort(key=lambda item: starts(item.path))
@@ -94,10 +90,11 @@ def starts(path: Path) -> int:
     return 0 if any(word in text for word in ("launcher(", "run_script", "mpirun")) else 1 + ("subprocess" not in text)
 
 
-def _is_for(marker: pytest.Mark | None) -> bool:
-    if marker is None or not MODE:
-        return marker is None and not MODE
-    return not marker.args or MODE in marker.args
+def _runs(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("pretend")
+    if MODE in DEVICES:
+        return marker is not None and (not marker.args or MODE in marker.args)
+    return marker is None and (MODE != LATE or may_be_late(item))
 
 
 @pytest.fixture
@@ -122,14 +119,19 @@ def shared_path(comm: Intracomm) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def no_races() -> Iterator[None]:
-    """Nothing on the pretended device, in messages or between threads is used without order."""
-    if not MODE or pretend.why_not():
-        yield
-        return
-    pretend.native().take_faults()
+    """Nothing on the pretended device, in messages or between threads is used without order, where that is watched."""
+    pretend.take_faults()
     yield
-    faults = pretend.native().take_faults()
+    faults = pretend.take_faults()
     assert not faults, "\n".join(faults)
+
+
+@pytest.fixture(autouse=True)
+def no_hidden_waits(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Nothing that a test has launched on the pretended device would make the host wait inside CUDA."""
+    is_watched = MODE in DEVICES and not pretend.why_not() and not request.node.get_closest_marker("may_wait")
+    with none_denied() if is_watched else nullcontext():
+        yield
 
 
 @pytest.fixture

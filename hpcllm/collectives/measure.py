@@ -118,8 +118,8 @@ def _link(clock: Clock, comm: MPI.Intracomm, takes_part: bool) -> tuple[Link, fl
     def seconds(size_bytes: int, count: int) -> float:
         if comm == MPI.COMM_NULL or comm.size == 1 or not takes_part:
             return clock.seconds(lambda: None)
-        memory = wire.memory.scratch("measure", 2 * size_bytes).view(2, size_bytes)
-        return clock.seconds(lambda: _shift(comm, wire, memory, count))
+        memory = wire.memory.scratch("measure", (count + 1) * size_bytes).view(count + 1, size_bytes)
+        return clock.seconds(lambda: _shift(comm, wire, memory))
 
     one_s, burst_s, long_s = seconds(8, 1), seconds(8, BURST), seconds(SEGMENT_BYTES, 4)
     message_s = max((burst_s - one_s) / (BURST - 1), 1e-7)
@@ -127,12 +127,14 @@ def _link(clock: Clock, comm: MPI.Intracomm, takes_part: bool) -> tuple[Link, fl
     return Link(latency_s, 4 * SEGMENT_BYTES / max(long_s - latency_s, 1e-9) / 1e9), message_s
 
 
-def _shift(comm: MPI.Intracomm, wire: Wire, memory: torch.Tensor, count: int) -> None:
+def _shift(comm: MPI.Intracomm, wire: Wire, memory: torch.Tensor) -> None:
+    """Receive a message from the left in each row but the first, and send that one to the right as often."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    requests = [request for _ in range(count) for request in wire.receive(comm, memory[0], left, 0)]
-    for _ in range(count):
-        requests += wire.send(comm, memory[1], right, 0, memory[1].nbytes)
-    wire.waits.all(requests, lambda: f"{count} messages of {memory[1].nbytes} bytes that measure a link")
+    sent, landings = memory[0], memory[1:]  # MPI takes no memory for two receives at once
+    requests = [request for landing in landings for request in wire.receive(comm, landing, left, 0)]
+    for _ in landings:
+        requests += wire.send(comm, sent, right, 0, sent.nbytes)
+    wire.waits.all(requests, lambda: f"{len(landings)} messages of {sent.nbytes} bytes that measure a link")
 
 
 def _window(clock: Clock, call_s: float) -> Link:

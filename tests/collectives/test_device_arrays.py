@@ -52,7 +52,7 @@ def test_bits_are_those_of_the_cpu(comm, operation):
             assert laws.bits(found) == laws.bits(want), (algorithm, codec, dtype, n)
 
 
-@pytest.mark.parallel([3])
+@pytest.mark.parallel([2, 3])
 @pytest.mark.parametrize("codec", ["raw", "bf16", "fp8", "int8:256", "int4:sr", "exp", "zfp:8", "mpc"])
 @pytest.mark.skipif(bool(emulated.why_not()), reason=emulated.why_not())
 def test_kernels_of_devices_in_messages(comm, codec):

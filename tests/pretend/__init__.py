@@ -3,6 +3,8 @@
     import pretend
     pretend.start()            # "sealed": its addresses kill whoever reads them; start(open_=True): MPI may read them
     x = torch.zeros(4, device="pretend")
+    pretend.watch()            # threads and messages, too: threads.py, messages.py; without a device messages alone
+    pretend.take_faults()
 
 Compiled once by g++ into a folder that is named by a hash of the source; about a minute.
 """
@@ -19,6 +21,7 @@ import sys
 import sysconfig
 import tempfile
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,62 @@ def native() -> Any:
     messages.py and threads.py.
     """
     return _started["native"]
+
+
+def watch() -> None:
+    """Watch the threads and messages of this process from now on; a second call does nothing.
+
+    Call it before anything takes `wait` from concurrent.futures, or a communicator of the world's from mpi4py.
+    """
+    if "watched" in _started:
+        return
+    _started["watched"] = True
+    if device := _started.get("native"):
+        from pretend import threads
+
+        threads.watch(device)
+    if "mpi4py.MPI" in sys.modules:
+        _watch_messages()
+    else:  # to import it is to start MPI, which not every process wants
+        sys.meta_path.insert(0, _FirstImport())
+
+
+def take_faults() -> list[str]:
+    """Races and broken messages since the last call, each with both of its sides, for people."""
+    found: list[str] = _started["native"].take_faults() if "native" in _started else []
+    if "pretend.messages" in sys.modules:
+        told = sys.modules["pretend.messages"].faults
+        found += told
+        told.clear()
+    return found
+
+
+class _FirstImport:
+    """A finder of modules that has messages watched once mpi4py.MPI is there."""
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        if name != "mpi4py.MPI":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec
+        assert spec.loader
+        execute = spec.loader.exec_module
+
+        def execute_and_watch(module: types.ModuleType) -> None:
+            execute(module)
+            sys.modules.setdefault(name, module)
+            sys.modules["mpi4py"].MPI = module  # type: ignore[attr-defined]  # as the import does a moment later
+            _watch_messages()
+
+        spec.loader.exec_module = execute_and_watch  # type: ignore[method-assign]
+        return spec
+
+
+def _watch_messages() -> None:
+    from pretend import messages
+
+    messages.watch(_started.get("native"))
 
 
 def _module(native: Any) -> types.ModuleType:

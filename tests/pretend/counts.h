@@ -19,6 +19,7 @@ struct Blocked { // the host, at one place
 
 struct Counts { // under the lock of events
   std::map<std::string, int64_t> operators; // launches, by name
+  int64_t moved_bytes = 0; // of all tensors that these are handed, or make
   int64_t records = 0, waits = 0; // of events, by streams
   Copied to_device, to_host;
   std::map<std::pair<bool, order::Site>, Blocked> blocks; // true: of the program's thread, not of a lane's

@@ -46,11 +46,12 @@ class Block:
         return lines[0].strip().rpartition("/")[2] if lines else "no line"
 
 
-@dataclass
+@dataclass(eq=False)
 class Counts:
     """Counts of an interval, whole when it is over."""
 
     operators: dict[str, int] = field(default_factory=dict)  # launches, by name
+    moved_bytes: int = 0  # of all tensors that operators were handed, or made
     event_records: int = 0
     event_waits: int = 0  # by streams
     to_device: tuple[int, int] = (0, 0)  # copies from the host, their bytes
@@ -74,14 +75,54 @@ class Counts:
         return sum(block.times for block in self.blocks if block.name in names and not block.in_lane)
 
 
+_open: list[Counts] = []  # intervals that are not over
+
+
 @contextmanager
 def counting() -> Iterator[Counts]:
-    """Count until the end of the block; not one within another."""
-    native, counts = pretend.native(), Counts()
-    native.take_counts()
-    yield counts
-    found = native.take_counts()
-    blocks = [Block(not is_main, *rest) for is_main, *rest in found.pop("blocks")]
-    counts.blocks = sorted(blocks, key=lambda block: -block.longest)
-    for name, value in found.items():
-        setattr(counts, name, value)
+    """Count until the end of the block, perhaps within another one, which counts the same."""
+    counts = Counts()
+    _share_out()
+    _open.append(counts)
+    try:
+        yield counts
+    finally:
+        _share_out()
+        _open.remove(counts)
+        counts.blocks.sort(key=lambda block: -block.longest)
+
+
+@contextmanager
+def none_denied() -> Iterator[None]:
+    """Fail at the end of the block if the program has launched what makes the host wait inside CUDA."""
+    with counting() as counts:
+        yield
+    assert not counts.denied(), f"the host would wait inside CUDA: {counts.denied()}"
+
+
+def _share_out() -> None:
+    """Add what was counted since the last call to all open intervals."""
+    found = pretend.native().take_counts()
+    blocks = [Block(not is_main, *rest) for is_main, *rest in found["blocks"]]
+    for counts in _open:
+        for name, count in found["operators"].items():
+            counts.operators[name] = counts.operators.get(name, 0) + count
+        for name in ("moved_bytes", "event_records", "event_waits"):
+            setattr(counts, name, getattr(counts, name) + found[name])
+        counts.to_device = _sum(counts.to_device, found["to_device"])
+        counts.to_host = _sum(counts.to_host, found["to_host"])
+        for block in blocks:
+            _add(counts.blocks, block)
+
+
+def _sum(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return one[0] + other[0], one[1] + other[1]
+
+
+def _add(blocks: list[Block], block: Block) -> None:
+    for at, known in enumerate(blocks):
+        if (known.in_lane, known.text) == (block.in_lane, block.text):
+            times, longest = known.times + block.times, max(known.longest, block.longest)
+            blocks[at] = Block(known.in_lane, known.text, times, longest)
+            return
+    blocks.append(block)

@@ -98,6 +98,7 @@ void access(const Touched& touched, order::Epoch epoch) {
   for (auto& [tensor, access] : touched) {
     if (!is_watched(tensor)) continue;
     for (auto span : spans_of(tensor)) events.memory.touch(span, access, clock, epoch);
+    counts.moved_bytes += tensor.nbytes();
   }
   held.end_copies(clock, epoch.site);
 }
@@ -332,8 +333,8 @@ pybind11::dict take_counts() {
     blocks.emplace_back(place.first, events.sites.text(place.second), blocked.count, blocked.longest);
   }
   using namespace pybind11::literals;
-  return pybind11::dict("operators"_a = now.operators, "event_records"_a = now.records, "event_waits"_a = now.waits,
-                        "to_device"_a = std::make_pair(now.to_device.count, now.to_device.bytes),
+  return pybind11::dict("operators"_a = now.operators, "moved_bytes"_a = now.moved_bytes, "event_records"_a = now.records,
+                        "event_waits"_a = now.waits, "to_device"_a = std::make_pair(now.to_device.count, now.to_device.bytes),
                         "to_host"_a = std::make_pair(now.to_host.count, now.to_host.bytes), "blocks"_a = blocks);
 }
 

@@ -19,19 +19,23 @@ using Frames = std::vector<std::pair<PyCodeObject*, int>>;
 
 class Sites {
  public:
-  // `name` and the innermost frames of the project now. takes_gil: so no lock may be held; else there are frames only where
-  // this thread has the GIL. To free memory may not wait for it: when Python ends, it ends a thread that asks for the GIL,
-  // autograd's too, and to unwind a destructor is to terminate.
-  Site here(const char* name, bool takes_gil = true) {
+  // `name` and the innermost frames of the project now. takes_gil: so no lock may be held; else, where this thread has not the
+  // GIL, the frames are those that it was last seen in: PyTorch frees memory without it. That may not wait for it: when
+  // Python ends, it ends a thread that asks for the GIL, autograd's too, and to unwind a destructor is to terminate.
+  Site here(std::string name, bool takes_gil = true) {
+    thread_local Frames last;
     Frames frames;
     bool has_python = PyGILState_GetThisThreadState() && !Py_IsFinalizing(); // else a thread of PyTorch, which has none
     if (has_python && (takes_gil || PyGILState_Check())) {
       auto held = PyGILState_Ensure();
-      frames = walk();
+      last = frames = walk();
       PyGILState_Release(held);
+    } else if (has_python) {
+      frames = last;
+      name += ", at some time after";
     }
     std::lock_guard<std::mutex> guard(lock);
-    auto [found, is_new] = numbers.emplace(std::make_pair(std::string(name), frames), seen.size());
+    auto [found, is_new] = numbers.emplace(std::make_pair(name, frames), seen.size());
     if (is_new) seen.push_back(found->first);
     return found->second;
   }

@@ -13,9 +13,8 @@ import pytest
 import small_runs
 import torch
 from pretend.hangs import hanging
+from pretend.kernels import emulated_kernels
 
-from hpcllm.codecs import find_codec
-from hpcllm.codecs.gpu import launch
 from hpcllm.codecs.gpu.device_codecs import TileKernels, damage_words
 from hpcllm.errors import CodecError
 from hpcllm.training.setup import open_run
@@ -27,14 +26,10 @@ RECORD = slice(16, 24)  # of the first tile, behind the header
 
 
 @pytest.fixture
-def kernels(monkeypatch) -> Iterator[None]:
+def kernels() -> Iterator[None]:
     """Emulated kernels for the device."""
-    monkeypatch.setitem(launch.LAUNCHERS, DEVICE, lambda: emulated.EMULATOR)
-    for known in (launch.launcher_of, find_codec):
-        known.cache_clear()
-    yield
-    for known in (launch.launcher_of, find_codec):
-        known.cache_clear()
+    with emulated_kernels():
+        yield
 
 
 @pytest.mark.parallel([1])

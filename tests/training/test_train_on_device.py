@@ -120,6 +120,7 @@ def said(path: Path, place: Place) -> dict[int, str]:
     return {each.prompt: each.text for each in complete(path, ["alpha", "b " * 20], settings, place)}
 
 
+@pytest.mark.may_wait
 @pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize("tables", [{}, {"precision": {"compute": "bf16"}, "optimizer": {"shard": "states"}}])
 def test_a_checkpoint_goes_from_the_cpu_to_the_device_and_back(comm, shared_path, tables):
@@ -144,6 +145,7 @@ def test_a_checkpoint_goes_from_the_cpu_to_the_device_and_back(comm, shared_path
     comm.Barrier()
 
 
+@pytest.mark.may_wait
 @pytest.mark.parallel([2, 4])
 def test_ranks_that_share_a_model_say_what_one_process_says(comm, shared_path):
     config = part(shared_path, "a", "gpu", 2, {"model": {"layers": 4}}, comm)
