@@ -3,6 +3,7 @@
 `@pytest.mark.pretend` tests need a device: the one of tests/pretend, which a process has from its start or not at all,
     HPCLLM_PRETEND=sealed    MPI cannot read its memory, as with most MPI libraries and GPUs
     HPCLLM_PRETEND=open      MPI can
+    HPCLLM_PRETEND_SEED=7    chance on it, and of its messages, else of seed 1; a test that fails says it
 and then they are the only ones that run. One that holds for one of the two says so: `@pytest.mark.pretend("open")`.
     HPCLLM_PRETEND=late      no device; messages of all others on several ranks use MPI's freedom (pretend/messages.py)
 
@@ -17,11 +18,11 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pretend
@@ -70,6 +71,15 @@ def pytest_runtest_protocol() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """Say the seed of the pretended device beside a failure."""
+    report: Any = yield
+    if MODE and report.failed:
+        report.sections.append(("pretended device", f"HPCLLM_PRETEND_SEED={pretend.seed()}"))
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)

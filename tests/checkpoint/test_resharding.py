@@ -28,8 +28,8 @@ from hpcllm.config.schema import CommunicationConfig, Config, ModelConfig, Optim
 from hpcllm.model.shapes import parameter_shapes, shard_of, split_layers
 from hpcllm.model.tensor_parallel import TensorParallel
 from hpcllm.optim.adamw import Share
-from hpcllm.optim.gpu.fused_adamw import Operands
 from hpcllm.optim.flat_buffers import MASTER, Piece
+from hpcllm.optim.gpu.fused_adamw import Operands
 from hpcllm.optim.optimizer import Optimizer
 from hpcllm.optim.shard_spec import Groups, make_shard_specs
 from hpcllm.pipeline.actions import Placement

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -65,12 +65,12 @@ class Emulator:
     def launch(self, program: Program, kernel: str, groups: int, arguments: Sequence[torch.Tensor | int]) -> None:
         assert len({argument.device for argument in arguments if isinstance(argument, torch.Tensor)}) == 1
         check_aligned(program, arguments)
-        if any(isinstance(argument, torch.Tensor) and not argument.is_cpu for argument in arguments):
-            _tell_pretended(program, kernel, arguments)
         words = (ctypes.c_uint64 * PARAMETERS)(*map(_word, arguments))
         library, message = self.library(program), ctypes.create_string_buffer(200)
         count = ctypes.c_uint64(blocks_of(groups) * THREADS // self.lanes)
-        if library.emulate(ctypes.cast(library[kernel], ctypes.c_void_p), words, count, message, len(message)):
+        with _told(program, kernel, arguments):
+            failed = library.emulate(ctypes.cast(library[kernel], ctypes.c_void_p), words, count, message, len(message))
+        if failed:
             raise AssertionError(f"{program} {kernel}: {message.value.decode()}")
 
     def library(self, program: Program) -> ctypes.CDLL:
@@ -104,15 +104,21 @@ def _word(argument: torch.Tensor | int) -> int:
     return pretend.native().behind(argument.data_ptr()) if argument.numel() else 0
 
 
-def _tell_pretended(program: Program, kernel: str, arguments: Sequence[torch.Tensor | int]) -> None:
-    """Let the pretended device know what the kernel reads and writes, as its text says; pointers to const are read."""
+def _told(program: Program, kernel: str, arguments: Sequence[torch.Tensor | int]) -> AbstractContextManager[None]:
+    """Let the pretended device know what the kernel reads and writes, as its text says; pointers to const are read.
+
+    Within the context the memory holds what the kernel may know.
+    """
+    if all(argument.is_cpu for argument in arguments if isinstance(argument, torch.Tensor)):
+        return nullcontext()
     import pretend
 
     touched: dict[bool, list[torch.Tensor]] = {True: [], False: []}
     for is_read, argument in zip(_reads(program, kernel), arguments, strict=True):
         if isinstance(argument, torch.Tensor):
             touched[is_read].append(argument)
-    pretend.native().launch(kernel, touched[True], touched[False])
+    told: AbstractContextManager[None] = pretend.native().launch(kernel, touched[True], touched[False])
+    return told
 
 
 @cache

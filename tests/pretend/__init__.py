@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-SOURCE_NAMES = ("device.cpp", "streams.h", "counts.h", "memory.h", "order.h", "sites.h")
+SOURCE_NAMES = ("device.cpp", "streams.h", "counts.h", "memory.h", "late.h", "order.h", "sites.h")
 SOURCES = [Path(__file__).parent / name for name in SOURCE_NAMES]
 NAME = "hpcllm_pretend_device"
 _started: dict[str, Any] = {}
@@ -41,6 +41,11 @@ def why_not() -> str:
     return "" if shutil.which("g++") else "the pretend device needs g++"
 
 
+def seed() -> int:
+    """The seed of all that happens by chance, here and in messages.py: HPCLLM_PRETEND_SEED, else 1."""
+    return int(os.environ.get("HPCLLM_PRETEND_SEED", "1"))
+
+
 def start(open_: bool = False) -> None:
     """Register the device "pretend"; a second call does nothing. open_: the CPU, and MPI, may read its addresses."""
     if _started:
@@ -51,12 +56,17 @@ def start(open_: bool = False) -> None:
     assert spec.loader
     native = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(native)
-    native.start(open_)
+    native.start(open_, seed())
     backend_registration.rename_privateuse1_backend("pretend")
     register: Any = torch._register_device_module  # without types in some builds
     register("pretend", _module(native))
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     _started.update(open=open_, native=native)
+
+
+def is_open() -> bool:
+    """Tell if MPI may read the addresses of the device, which has been started."""
+    return bool(_started["open"])
 
 
 def native() -> Any:
@@ -131,7 +141,7 @@ def _module(native: Any) -> types.ModuleType:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda _: None,
-        "synchronize": lambda _=None: None,
+        "synchronize": lambda _=None: torch.accelerator.synchronize(),
         "_is_in_bad_fork": lambda: False,
         "manual_seed_all": lambda _: None,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],

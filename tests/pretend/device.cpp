@@ -4,12 +4,13 @@
 //                                         back   where the values are      read and written
 //
 //     operation on "pretend" tensors  -->  PyTorch's CPU fallback: copies to CPU tensors (by the back), computes, copies back
+//                                          what it has written stays poison for all who have not waited for it
 //
 // So whatever takes a tensor's address to the CPU, NumPy, numba or MPI dies of SIGSEGV as it would with a GPU's, and operations
 // that mix devices are refused. In "open" the front can be read: what a GPU-aware MPI sees. There is one device, with as many
 // streams and events as a program makes. What may happen at the same time, but must not, is reported: see faults.
 //
-//     memory.h    what is where; poison        streams.h    streams, events, copies that are late
+//     memory.h    what is where; poison        streams.h    streams, events, copies      late.h      operations are late
 //     order.h     races                        sites.h      the lines of Python behind each        counts.h    what is counted
 
 #include <ATen/EmptyTensor.h>
@@ -49,11 +50,15 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
   return at::detail::empty_strided_generic(size, stride, &allocator, keys, c10::dtype_or_default(dtype));
 }
 
-thread_local int inside = 0; // the fallback's own copies are not the program's
+thread_local bool inside = false; // the fallback's own copies are not the program's
+struct Inside {
+  Inside() { inside = true; }
+  ~Inside() { inside = false; }
+};
 
 using Touched = std::vector<std::pair<at::Tensor, order::Access>>;
 
-// Contiguous runs of a tensor's memory; one that holds them all if there are very many.
+// Contiguous runs of a tensor's memory; of the device's, one that holds them all if there are very many.
 std::vector<order::Span> spans_of(const at::Tensor& tensor) {
   constexpr int64_t MOST_RUNS = 256;
   if (!tensor.numel()) return {};
@@ -69,7 +74,7 @@ std::vector<order::Span> spans_of(const at::Tensor& tensor) {
   }
   auto* first = static_cast<const char*>(tensor.data_ptr());
   auto item = tensor.element_size();
-  if (runs == 1 || runs > MOST_RUNS) return {span_of(first, last * item)};
+  if (runs == 1 || (runs > MOST_RUNS && tensor.is_privateuseone())) return {span_of(first, last * item)};
   std::vector<int64_t> starts{0};
   int64_t so_far = 1;
   for (auto [stride, size] : dims) {
@@ -91,60 +96,83 @@ bool is_watched(const at::Tensor& tensor) {
   return tensor.defined() && tensor.numel() && (tensor.is_privateuseone() || is_pinned(tensor.data_ptr()));
 }
 
-// An operation of the current stream, at `epoch`, reads and writes these.
-void access(const Touched& touched, order::Epoch epoch) {
-  Held held;
-  auto& clock = events.clock(epoch.actor);
+std::vector<order::Reach> reaches_of(const Touched& touched) {
+  std::vector<order::Reach> reaches;
   for (auto& [tensor, access] : touched) {
     if (!is_watched(tensor)) continue;
-    for (auto span : spans_of(tensor)) events.memory.touch(span, access, clock, epoch);
-    counts.moved_bytes += tensor.nbytes();
+    for (auto span : spans_of(tensor)) reaches.push_back({span, access});
   }
-  held.end_copies(clock, epoch.site);
+  return reaches;
 }
 
-// The current stream is told to read and write these; it does so now.
-order::Epoch touch(const std::string& name, const Touched& touched) {
-  auto site = events.sites.here(name.c_str());
-  order::Epoch epoch;
-  {
+// An operation of the current stream, from where it is told to where it has been computed.
+class Launch {
+ public:
+  Launch(const std::string& name, std::vector<order::Reach> reached) : reaches(std::move(reached)) {
+    auto site = events.sites.here(name.c_str());
     Held held;
     epoch = events.launch(actor_of(current_stream), site);
     ++counts.operators[name];
+    auto& clock = events.clock(epoch.actor);
+    for (auto& [span, access] : reaches) {
+      events.memory.touch(span, access, clock, epoch);
+      if (access == order::WRITE) held.end_copies(clock, site, span);
+    }
+    late.damage(events.memory.disturbed);
+    late.begin(epoch, reaches, clock);
   }
-  access(touched, epoch);
-  return epoch;
-}
+  Launch(const std::string& name, const Touched& touched) : Launch(name, reaches_of(touched)) {
+    Held held;
+    count_bytes(touched);
+  }
+  Launch(const Launch&) = delete;
+  ~Launch() { end(); }
+
+  // it has written this, too, which is new
+  void made(const Touched& results) {
+    Held held;
+    count_bytes(results);
+    for (auto reach : reaches_of(results)) {
+      events.memory.touch(reach.span, order::WRITE, events.clock(epoch.actor), epoch);
+      reaches.push_back(reach);
+    }
+  }
+
+  void end() {
+    if (std::exchange(is_over, true)) return;
+    Held held;
+    late.end(epoch, reaches);
+  }
+
+  order::Epoch epoch;
+
+ private:
+  static void count_bytes(const Touched& touched) {
+    for (auto& [tensor, access] : touched) counts.moved_bytes += is_watched(tensor) ? tensor.nbytes() : 0;
+  }
+
+  std::vector<order::Reach> reaches;
+  bool is_over = false;
+};
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (inside) return cpu_view(to).copy_(cpu_view(from)), to;
-  auto epoch = touch("copy", {{from, order::READ}, {to, order::WRITE}});
-  if (from.device() == to.device()) return cpu_view(to).copy_(cpu_view(from)), to;
+  Launch launch("copy", {{from, order::READ}, {to, order::WRITE}});
+  cpu_view(to).copy_(cpu_view(from));
+  if (from.device() == to.device()) return to;
   bool to_host = to.device().is_cpu();
   auto host = to_host ? to : from;
+  bool waits = !non_blocking || !host.numel() || !is_pinned(host.data_ptr()); // else through memory of the driver's
+  Copy copy{launch.epoch, host, waits || to_host ? at::Tensor() : host_view(from).clone(at::MemoryFormat::Contiguous)};
   {
     Held held;
     auto& copied = to_host ? counts.to_host : counts.to_device;
     ++copied.count;
     copied.bytes += from.numel() * from.element_size();
-  }
-  if (!non_blocking || !host.numel() || !is_pinned(host.data_ptr())) { // through memory of the driver's, which waits
-    cpu_view(to).copy_(cpu_view(from));
-    synchronise_stream(current_stream, to_host ? "a read by the host" : "a copy that waits");
-    return to;
-  }
-  Copy copy{epoch, host, {}, to_host};
-  if (to_host) {
-    copy.bytes = cpu_view(from).to(to.scalar_type(), false, true).contiguous();
-    if (to.is_contiguous()) memset(to.data_ptr(), POISON, to.nbytes());
-  } else {
-    copy.bytes = host_view(from).clone(at::MemoryFormat::Contiguous);
-    cpu_view(to).copy_(copy.bytes);
-  }
-  { // not beyond: to return a tensor counts its Python object, which takes the GIL, and who has that may wait for the lock
-    Held held;
-    copies.push_back(std::move(copy));
-  }
+    if (copy.bytes.defined()) copies.push_back(std::move(copy));
+  } // not beyond: to return a tensor counts its Python object, which takes the GIL, and who has that may wait for the lock
+  launch.end();
+  if (waits) synchronise_stream(current_stream, to_host ? "a read by the host" : "a copy that waits");
   return to;
 }
 
@@ -154,9 +182,21 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 }
 
 at::Scalar local_scalar(const at::Tensor& tensor) {
-  touch("item", {{tensor, order::READ}});
+  Launch("item", Touched{{tensor, order::READ}});
   synchronise_stream(current_stream, "a read by the host");
   return cpu_view(tensor).item();
+}
+
+// What a storage holds goes to memory of another size, on the current stream.
+void move(const c10::Storage& storage, size_t bytes) {
+  auto memory = allocator.allocate(bytes);
+  auto* from = storage.data_ptr().get();
+  if (auto kept = std::min(bytes, storage.nbytes())) {
+    Launch launch("resize", std::vector<order::Reach>{{span_of(from, kept), order::READ}, {span_of(memory.get(), kept), order::WRITE}});
+    memcpy(behind(memory.get()), behind(from), kept);
+  }
+  storage.set_data_ptr(std::move(memory));
+  storage.unsafeGetStorageImpl()->set_nbytes(bytes);
 }
 
 const at::Tensor& resize_(const at::Tensor& self, c10::SymIntArrayRef sizes, std::optional<at::MemoryFormat> format) {
@@ -165,13 +205,7 @@ const at::Tensor& resize_(const at::Tensor& self, c10::SymIntArrayRef sizes, std
   if (self.sizes() != size) impl->set_sizes_contiguous(size);
   if (format) impl->empty_tensor_restride(*format);
   auto bytes = (impl->storage_offset() + impl->numel()) * impl->itemsize();
-  auto& storage = impl->unsafe_storage();
-  if (bytes > static_cast<int64_t>(storage.nbytes())) {
-    auto memory = allocator.allocate(bytes);
-    if (storage.nbytes()) memcpy(behind(memory.get()), behind(storage.data_ptr().get()), storage.nbytes());
-    storage.set_data_ptr(std::move(memory));
-    storage.set_nbytes(bytes);
-  }
+  if (bytes > static_cast<int64_t>(self.storage().nbytes())) move(self.storage(), bytes);
   return self;
 }
 
@@ -227,29 +261,27 @@ std::string name_of(const c10::FunctionSchema& schema, const torch::jit::Stack& 
 
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto& schema = op.schema();
-  order::Epoch epoch{};
-  Touched touched;
-  for (size_t i = 0; !inside && i < schema.arguments().size(); ++i) {
+  if (inside) return at::native::cpu_fallback(op, stack);
+  Touched touched, made;
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
     auto* aliases = schema.arguments()[i].alias_info();
     auto& value = stack->at(stack->size() - schema.arguments().size() + i);
     gather(value, aliases && aliases->isWrite() ? order::WRITE : order::READ, touched);
   }
-  if (!inside) epoch = touch(name_of(schema, *stack), touched);
-  ++inside;
-  try {
+  Launch launch(name_of(schema, *stack), touched);
+  bool waits = false;
+  {
+    Inside now;
     at::native::cpu_fallback(op, stack);
-  } catch (...) {
-    --inside;
-    throw;
   }
-  if (--inside) return;
-  Touched made;
   for (size_t i = 0; i < schema.returns().size(); ++i) {
     auto& value = stack->at(stack->size() - schema.returns().size() + i);
     if (!schema.returns()[i].alias_info()) gather(value, order::WRITE, made);
-    if (value.isBool() || value.isScalar()) synchronise_stream(current_stream, "a read by the host");
+    waits |= value.isBool() || value.isScalar();
   }
-  if (!made.empty()) access(made, epoch);
+  if (!made.empty()) launch.made(made);
+  launch.end();
+  if (waits) synchronise_stream(current_stream, "a read by the host");
 }
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -265,14 +297,12 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
-    auto memory = allocator.allocate(bytes);
-    if (auto kept = std::min(bytes, storage.nbytes())) memcpy(behind(memory.get()), behind(storage.data_ptr().get()), kept);
-    storage.set_data_ptr(std::move(memory));
-    storage.unsafeGetStorageImpl()->set_nbytes(bytes);
+    move(storage, bytes);
   }
 } hooks;
 
-void start(bool open) {
+void start(bool open, unsigned chance) {
+  seed = chance;
   map_arena(open);
   c10::SetAllocator(PRETEND, &allocator);
   at::RegisterPrivateUse1HooksInterface(&hooks);
@@ -285,12 +315,15 @@ void touch_by_host(size_t pointer, size_t bytes, bool writes) {
   auto span = span_of(reinterpret_cast<void*>(pointer), bytes);
   auto access = writes ? order::WRITE : order::READ;
   events.memory.touch(span, access, events.host(), {order::this_thread, events.host().at(order::this_thread), site});
+  late.damage(events.memory.disturbed);
 }
 
 order::Order::Message begin_message(size_t pointer, size_t bytes, bool writes) {
   auto site = events.sites.here(writes ? "receive" : "send");
   Held held;
-  return events.begin(span_of(reinterpret_cast<void*>(pointer), bytes), writes ? order::WRITE : order::READ, site);
+  auto message = events.begin(span_of(reinterpret_cast<void*>(pointer), bytes), writes ? order::WRITE : order::READ, site);
+  late.damage(events.memory.disturbed);
+  return message;
 }
 
 void end_message(order::Order::Message message) {
@@ -388,11 +421,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("acquire", &acquire);
   m.def("note", &note);
   m.def("is_pinned", [](size_t pointer) { return is_pinned(reinterpret_cast<void*>(pointer)); });
+  pybind11::class_<Launch>(m, "Launch")
+      .def("__enter__", [](Launch&) {})
+      .def("__exit__", [](Launch& launch, const pybind11::args&) { launch.end(); });
   m.def("launch", [](const std::string& kernel, const std::vector<at::Tensor>& read, const std::vector<at::Tensor>& written) {
     Touched touched;
     for (auto& tensor : read) touched.emplace_back(tensor, order::READ);
     for (auto& tensor : written) touched.emplace_back(tensor, order::WRITE);
-    touch(kernel, touched);
+    return std::make_unique<Launch>(kernel, touched);
   });
   m.def("take_counts", &take_counts);
   m.def("take_faults", &take_faults);

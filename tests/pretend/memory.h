@@ -1,5 +1,5 @@
 // Memory of the pretend device, and pinned memory of the CPU that it copies from and to. Both are poison (NaN) before they
-// are written and after they are freed, and their accesses have an order (order.h).
+// are written, until the writing has been waited for (late.h) and after they are freed; their accesses have an order (order.h).
 #pragma once
 
 #include <ATen/ATen.h>
@@ -9,7 +9,7 @@
 
 #include <atomic>
 
-#include "order.h"
+#include "late.h"
 
 namespace pretend {
 
@@ -17,7 +17,7 @@ using c10::Device, c10::DeviceIndex, c10::DeviceType, c10::Stream, c10::StreamId
 constexpr auto PRETEND = DeviceType::PrivateUse1;
 constexpr size_t ARENA_BYTES = size_t{4} << 30; // of addresses; memory is taken where it is written
 constexpr size_t ALIGNMENT_BYTES = 512;
-constexpr int POISON = 0xFF; // NaN in every type of floats
+using order::POISON;
 
 // Neither this nor what follows is ever destroyed: tensors of PyTorch's own globals are freed when this library's are gone.
 inline auto& events = *new order::Order;
@@ -37,6 +37,8 @@ inline bool is_front(const void* pointer) { return pointer >= front && pointer <
 inline void* behind(const void* pointer) {
   return is_front(pointer) ? back + (static_cast<const char*>(pointer) - front) : const_cast<void*>(pointer);
 }
+inline auto& late = *new order::Late(&behind); // under the lock of events
+
 inline order::Span span_of(const void* pointer, size_t bytes) {
   auto start = reinterpret_cast<size_t>(pointer);
   return {start, start + bytes};
@@ -76,9 +78,13 @@ class Arena {
     auto& block = found->second;
     auto next = events.clock(actor_of(block.stream)); // of what its stream is told next
     next.join(events.host());
+    for (auto waited : block.others) next.of(waited) = order::ALWAYS; // by the allocator itself
+    next.of(actor_of(block.stream)) = order::ALWAYS;
     auto span = span_of(pointer, block.bytes);
-    events.memory.check_freed(span, next, site, block.others, actor_of(block.stream));
+    events.memory.check_freed(span, next, site);
     events.memory.forget(span);
+    late.damage(events.memory.disturbed);
+    late.forget(span, next);
     memset(behind(pointer), POISON, block.bytes);
     now_bytes -= block.bytes;
     holes.emplace(found->first, block.bytes);
@@ -121,7 +127,7 @@ struct FrontAllocator final : at::Allocator {
     return {memory, memory, &free_front, Device(PRETEND, 0)};
   }
   at::DeleterFnPtr raw_deleter() const override { return &free_front; }
-  void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(behind(to), behind(from), bytes); }
+  void copy_data(void*, const void*, size_t) const override { TORCH_CHECK(false, "pretend: no stream copies this"); }
 };
 inline auto& allocator = *new FrontAllocator;
 
@@ -149,6 +155,7 @@ inline void free_pinned(void* pointer) {
     // PyTorch gives it to nobody before the streams that copy it are done; of messages it knows nothing
     events.memory.check_messages(span_of(pointer, bytes), events.host(), site);
     events.memory.forget(span_of(pointer, bytes));
+    late.forget(span_of(pointer, bytes));
   }
   memset(pointer, POISON, bytes);
   c10::GetDefaultCPUAllocator()->raw_deallocate(pointer);

@@ -33,6 +33,7 @@ using Actor = size_t;
 using Span = std::pair<size_t, size_t>; // first address and the one behind
 enum Access { READ, WRITE };
 constexpr size_t MOST_FAULTS = 20;
+constexpr Time ALWAYS = ~Time{0}; // later than all that happens
 constexpr Actor MAIN = 0; // the thread of the program, and those of PyTorch that work while it waits
 
 struct Clock {
@@ -53,12 +54,20 @@ struct Epoch {
   Actor actor;
   Time time;
   Site site;
+  bool operator==(const Epoch& other) const { return actor == other.actor && time == other.time; }
 };
+inline bool knows(const Clock& clock, const Epoch& epoch) { return clock.at(epoch.actor) >= epoch.time; }
 
 struct Cell { // of a range of addresses, under its start
   size_t end;
   std::vector<Epoch> writes; // one or none
   std::vector<Epoch> reads; // since then, one an actor
+};
+
+struct Disturbed { // reads of an actor since a time, of memory that is no longer theirs
+  Span span;
+  Actor actor;
+  Time since;
 };
 
 struct Fault {
@@ -72,13 +81,14 @@ struct Fault {
 class Memory {
  public:
   std::set<Fault> faults;
+  std::vector<Disturbed> disturbed; // for late.h
 
   // an access of actor, whose clock is given, at its time `time`
   void touch(Span span, Access access, const Clock& clock, Epoch epoch, const char* what = "race") {
     if (span.first >= span.second) return;
     for (auto cell = first_of(span); cell != cells.end() && cell->first < span.second; ++cell) {
       check(cell->second.writes, clock, epoch, what);
-      if (access == WRITE) check(cell->second.reads, clock, epoch, what);
+      if (access == WRITE) check_reads(cell->second.reads, span, clock, epoch, what);
     }
     if (access == WRITE) {
       forget(span);
@@ -88,11 +98,9 @@ class Memory {
     }
   }
 
-  // memory that `owner` took is freed: accesses of streams in `excused` are waited for by the allocator itself
-  void check_freed(Span span, const Clock& clock, Site site, const std::set<Actor>& excused, Actor owner) {
-    for_each(span, [&](const Epoch& before) {
-      if (before.actor != owner && !excused.count(before.actor)) check({before}, clock, {0, 0, site}, FREED);
-    });
+  // memory is freed: `clock` knows what whoever takes it next comes after
+  void check_freed(Span span, const Clock& clock, Site site) {
+    for_each(span, [&](const Epoch& before) { check_reads({before}, span, clock, {0, 0, site}, FREED); });
   }
 
   // pinned memory is freed: streams are waited for by the allocator, messages are not
@@ -152,7 +160,14 @@ class Memory {
 
   void check(const std::vector<Epoch>& epochs, const Clock& clock, Epoch now, const char* what) {
     for (auto& before : epochs) {
-      if (clock.at(before.actor) < before.time) note({what, now.site, before.site});
+      if (!knows(clock, before)) note({what, now.site, before.site});
+    }
+  }
+
+  void check_reads(const std::vector<Epoch>& epochs, Span span, const Clock& clock, Epoch now, const char* what) {
+    check(epochs, clock, now, what);
+    for (auto& before : epochs) {
+      if (!knows(clock, before)) disturbed.push_back({span, before.actor, clock.at(before.actor)});
     }
   }
 };

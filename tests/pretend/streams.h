@@ -1,11 +1,10 @@
-// Streams and events of the pretend device. What a stream is told is computed at once, which is one of the orders that a
-// device may choose; that the program allows no other one which gives other values is what order.h watches.
+// Streams and events of the pretend device. What a stream is told is computed at once, of what its clock knows to be there,
+// and seen by nobody before he has waited for it (late.h). An event answers "not yet" by chance, of a seed.
 //
-// A copy to pinned memory that nobody waits for is the exception, for the CPU reads that memory as it likes: there is poison
-// until the host has synchronised with the copy, and only then the bytes. What a copy from pinned memory has read must still
-// be there when the host first knows that the copy is over.
+// A copy from pinned memory reads as late: what it has read must still be there when the host first knows that it is over.
 #pragma once
 
+#include <ATen/EmptyTensor.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <random>
@@ -15,15 +14,20 @@
 
 namespace pretend {
 
-struct Copy { // between pinned memory and the device, on its way
+struct Copy { // from pinned memory to the device, on its way
   order::Epoch epoch;
-  at::Tensor host, bytes; // where, and what came or went
-  bool to_host;
+  at::Tensor host, bytes; // where from, and what was there
 };
 inline auto& copies = *new std::deque<Copy>; // under the lock of events, oldest first
+inline unsigned seed = 1; // of all chance
 
 inline at::Tensor host_view(const at::Tensor& tensor) { // without a version, so without autograd
   return at::from_blob(behind(tensor.data_ptr()), tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
+}
+
+inline order::Span reach_of(const at::Tensor& tensor) { // from the first value to the last
+  auto bytes = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size());
+  return span_of(tensor.data_ptr(), bytes);
 }
 
 // The lock of events, and the copies that ended under it: their memory is given back when the lock is open again.
@@ -31,12 +35,13 @@ struct Held {
   std::deque<Copy> ended;
   std::lock_guard<std::mutex> guard{events.lock};
 
-  // end the copies that `clock` knows to be over
-  void end_copies(const order::Clock& clock, order::Site site) {
+  // The copies that `clock` knows are over: all, or those from this memory.
+  void end_copies(const order::Clock& clock, order::Site site, order::Span written = {0, ~size_t{0}}) {
     std::deque<Copy> left;
     for (auto& copy : copies) {
-      bool is_over = clock.at(copy.epoch.actor) >= copy.epoch.time;
-      if (is_over) end(copy, site);
+      auto [start, end] = reach_of(copy.host);
+      bool is_over = order::knows(clock, copy.epoch) && start < written.second && written.first < end;
+      if (is_over) end_copy(copy, site);
       (is_over ? ended : left).push_back(std::move(copy));
     }
     copies.swap(left);
@@ -58,16 +63,17 @@ struct Held {
   void learn(const order::Clock& clock, order::Site site) {
     events.learn(clock);
     end_copies(events.host(), site);
+    late.publish(events.host());
   }
 
  private:
-  static void end(const Copy& copy, order::Site site) {
+  static void end_copy(const Copy& copy, order::Site site) {
     at::AutoDispatchBelowADInplaceOrView below;
-    if (copy.to_host) {
-      host_view(copy.host).copy_(copy.bytes);
-    } else if (auto now = host_view(copy.host).contiguous(); memcmp(now.data_ptr(), copy.bytes.data_ptr(), now.nbytes())) {
-      events.memory.note({"pinned memory changed while it was copied to the device", site, copy.epoch.site});
-    }
+    at::Tensor now;
+    late.reveal(reach_of(copy.host), [&] { now = host_view(copy.host).clone(at::MemoryFormat::Contiguous); });
+    if (!memcmp(now.data_ptr(), copy.bytes.data_ptr(), now.nbytes())) return;
+    events.memory.note({"pinned memory changed while it was copied to the device", site, copy.epoch.site});
+    late.damage(copy.epoch);
   }
 };
 
@@ -120,7 +126,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   // sometimes not yet, so that whoever asks has to ask again
   bool queryEvent(void* event) const override {
-    thread_local std::minstd_rand random(1);
+    thread_local std::minstd_rand random(seed);
     if (random() % 2) return false;
     auto site = events.sites.here("query");
     Held held;

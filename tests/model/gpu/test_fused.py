@@ -143,13 +143,9 @@ def test_rms_norm(dtype, rows, width, seed, shift):
 
 def norm_gradients(launcher, x, branch, weight, upstream):
     """Gradients of all three, by the kernels of waves of 32 or 64 lanes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(LAUNCHERS, "cpu", lambda: launcher)
-        launcher_of.cache_clear()
+    with on_the_cpu(launcher):
         results = fused.added_rms_norm(x, branch, weight, 1e-5)
-        found = torch.autograd.grad(results, [x, branch, weight], upstream)
-    launcher_of.cache_clear()
-    return found
+        return torch.autograd.grad(results, [x, branch, weight], upstream)
 
 
 @every_dtype
