@@ -16,6 +16,7 @@ from hpcllm.system import device as devices
 from hpcllm.system.device import (
     DeviceFacts,
     choose_device,
+    compute_on_own_stream,
     device_facts,
     device_identity,
     device_index,
@@ -24,7 +25,6 @@ from hpcllm.system.device import (
     peak_tflops_of_rank,
     take_device,
 )
-from hpcllm.system.device_setup import compute_on_own_stream
 
 MI250X = DeviceFacts("cuda", 0, "AMD Instinct MI250X", 64 * 10**9, "0000:c1:00.0")
 

@@ -57,6 +57,7 @@ def silent(_label, _batches):
     yield lambda _: None
 
 
+@pytest.mark.may_wait
 @pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize("axis", ["", "tp", "pp"])
 def test_text_and_figures_are_computed_on_one_stream_which_is_not_the_default_one(comm, shared_path, axis):
