@@ -1,4 +1,4 @@
-"""What a training step asks of a device, counted on the pretended one of tests/pretend: before issue 19, and now.
+"""What a training step asks of a device, counted on the pretended one of tests/pretend: at an old commit, and now.
 
     python perf/step_counts.py [--before 9c4b12a]
 
