@@ -95,6 +95,8 @@ def _turn(x: torch.Tensor, out: torch.Tensor, part: slice, group: Group, codec: 
         what = f"{count} blocks of a Bruck turn, from {{}}"
         _exchange(group, sent.view(-1), to, landing.view(-1), source, plain_bytes, what)
         chosen.copy_(coming[: rows // 2].view(shape))
+        if not coming.is_cpu:  # no codec notes this, and the next turn's bytes come to the same place
+            group.wire.memory.record(coming)
     out[rank, part].copy_(x[rank, part])
     for i in range(1, size):
         values = out[(rank - i) % size, part]
