@@ -580,7 +580,7 @@ def test_kernels_are_for_the_torch_that_is_there_and_an_install_goes_on_without(
     python.write_text(f"""#!/bin/sh
 case "$*" in
     *find_spec*) [ -n "{there}" ] ;;
-    *torch.version*) PYTHONPATH={tmp_path} exec {sys.executable} "$@" ;;
+    *torch.version*) PYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@" ;;
     *pip*) echo "$*" >>"{tmp_path}/asked"; [ -z "{fails}" ] ;;
 esac
 """)

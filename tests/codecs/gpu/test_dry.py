@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -52,7 +53,7 @@ def dry(command: list[str], notes: Path | str = "") -> subprocess.CompletedProce
     environment = os.environ | {
         "HPCLLM_GPU_DRY": "pretend",
         "HPCLLM_TEST_OUTCOMES": str(notes),
-        "HPCLLM_LAUNCH": " ".join(launcher(1)[:-1]),
+        "HPCLLM_LAUNCH": shlex.join(launcher(1)[:-1]),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         "OMP_NUM_THREADS": "1",
     }

@@ -176,11 +176,13 @@ def test_a_cupy_of_another_vendor_and_a_second_runtime_are_named(monkeypatch):
 
 
 def test_hip_runtimes_are_the_files_that_are_mapped(monkeypatch, tmp_path):
-    assert launch.hip_runtimes() == []  # there is none here
     maps = tmp_path / "maps"
     lines = [
         f"7f00-7f01 r-xp 0 08:01 {n} /{path}\n" for n, path in enumerate(("b/libamdhip64.so.7", "a/libamdhip64.so"))
     ]
-    maps.write_text("".join([*lines, *lines, "7f02-7f03 rw-p 0 0 0 \n", "7f04 r-xp 0 0 0 /lib/libc.so.6\n"]))
+    others = ["7f02-7f03 rw-p 0 0 0 \n", "7f04 r-xp 0 0 0 /lib/libc.so.6\n"]
     monkeypatch.setattr("builtins.open", lambda *_, **__: maps.open(encoding="utf-8"))
+    maps.write_text("".join(others))
+    assert launch.hip_runtimes() == []
+    maps.write_text("".join([*lines, *lines, *others]))
     assert launch.hip_runtimes() == ["/a/libamdhip64.so", "/b/libamdhip64.so.7"]
