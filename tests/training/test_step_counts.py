@@ -42,21 +42,21 @@ class Budget:
 
 
 BUDGETS = {
-    "dp=1": Budget(launches=980, kernels=545, events=1, copies=2),
-    "dp=1, bf16": Budget(launches=1290, kernels=670, events=1, copies=2),
-    "dp=1, documents": Budget(launches=1290, kernels=670, events=1, copies=2),
-    "dp=1, offload": Budget(launches=1315, kernels=695, events=25, copies=26),
-    "dp=2": Budget(launches=985, kernels=555, events=25, copies=10, lane_waits=8, threads=8),
-    "dp=2, int8": Budget(launches=1430, kernels=685, events=44, copies=12, lane_waits=12, threads=8),
+    "dp=1": Budget(launches=960, kernels=500, events=1, copies=2),
+    "dp=1, bf16": Budget(launches=1260, kernels=605, events=1, copies=2),
+    "dp=1, documents": Budget(launches=1265, kernels=605, events=1, copies=2),
+    "dp=1, offload": Budget(launches=1290, kernels=630, events=25, copies=26),
+    "dp=2": Budget(launches=970, kernels=510, events=25, copies=10, lane_waits=8, threads=8),
+    "dp=2, int8": Budget(launches=1405, kernels=620, events=44, copies=12, lane_waits=12, threads=8),
     # gathers of the step before may end in this one: how many buckets that is, is a matter of time
-    "shard=states": Budget(launches=1290, kernels=670, events=95, copies=28, lane_waits=16, threads=16),
-    "shard=states+gradients": Budget(launches=1310, kernels=695, events=165, copies=48, lane_waits=26, threads=30),
-    "shard=all": Budget(launches=1060, kernels=620, events=230, copies=62, lane_waits=56, threads=40),
-    "pp=2": Budget(launches=620, kernels=330, events=16, copies=10, lane_waits=4, threads=4),
-    "pp=2, bf16": Budget(launches=790, kernels=395, events=16, copies=10, lane_waits=4, threads=4),
+    "shard=states": Budget(launches=1280, kernels=625, events=95, copies=28, lane_waits=16, threads=16),
+    "shard=states+gradients": Budget(launches=1305, kernels=645, events=165, copies=48, lane_waits=26, threads=30),
+    "shard=all": Budget(launches=1050, kernels=590, events=230, copies=62, lane_waits=56, threads=40),
+    "pp=2": Budget(launches=610, kernels=300, events=16, copies=10, lane_waits=4, threads=4),
+    "pp=2, bf16": Budget(launches=780, kernels=350, events=16, copies=10, lane_waits=4, threads=4),
     # 4 sums a layer and microbatch, and what splits the vocabulary: each reads what it is to send; where messages of
     # ours sum, a wait for the last call's copy, so that receives start early, and one for this call's
-    "tp=2": Budget(launches=1105, kernels=665, events=76, copies=68, reads=31, waits=6),
+    "tp=2": Budget(launches=1085, kernels=620, events=76, copies=68, reads=31, waits=6),
 }
 WAYS = ["operators", "kernels"]
 COLUMNS = "launches records waits to_device bytes to_host bytes reads syncs threads lane_waits longest"
