@@ -290,11 +290,9 @@ def _say(cell: Cell) -> None:
 
 
 def cells_of(files: Sequence[Path]) -> list[Cell]:
-    """The cells of all files; of two of one place that of a file of the part `borders`."""
-    in_order = sorted(files, key=lambda path: ("_borders" in path.name, path))
-    rows: list[dict[str, Any]] = [row for path in in_order for row in json.loads(path.read_text(encoding="utf-8"))]
-    cells = [Cell(**row) for row in rows]
-    return list({(_title(cell), cell.operation, cell.malloc, cell.size_bytes): cell for cell in cells}.values())
+    """The cells of all files."""
+    rows: list[dict[str, Any]] = [row for path in files for row in json.loads(path.read_text(encoding="utf-8"))]
+    return [Cell(**row) for row in rows]
 
 
 def table(files: Sequence[Path]) -> Iterator[str]:

@@ -7,10 +7,10 @@
 #     limits      2 ranks whose waits have a limit, as in training; 3 minutes
 #     gloo        2 ranks, with gloo as the third in turn; 3 minutes
 #     levels      2 hosts of 2 ranks at 1 Gbit/s (cluster.sh, so root); 3 minutes
-#     borders     of node, limits and levels what has changed after it was measured; 4 minutes
-#     hosts       2, 3 and 4 hosts of one rank; 10 minutes
+#     hosts       2, 3 and 4 hosts of one rank; 8 minutes
 #     rates       2 hosts at 100 Mbit/s and 10 Gbit/s; 5 minutes
-#     tuned       2 hosts, and 2 hosts of 2 ranks, at 1 Gbit/s with measured rates (`hpcllm perf tune`); 10 minutes
+#     tuned       2 hosts, and 2 hosts of 2 ranks, at 1 Gbit/s, and 2 hosts at 10 Gbit/s, with measured rates (`hpcllm perf
+#                 tune`); 10 minutes
 #     summary     library_ratios.md from all that is there
 #
 # What is there already is not measured again: remove perf/library_ratios/<run>.json for that. With BEGIN_S=330 no run
@@ -64,11 +64,6 @@ part_gloo() { on_node gloo2 2 --gloo; }
 
 slow=(--sizes "4K,64K,256K,1M,4M,16M,64M" --codecs "raw,int8:256")
 part_levels() { on_hosts levels_1gbit 2 1gbit 4 "${slow[@]}"; }
-part_borders() { # cells whose algorithm has changed since: they stand in place of the others
-    for ranks in 2 3 4; do on_node "node${ranks}_borders" "$ranks" --sizes 4K,64K,256K,1M,4M; done
-    on_node limits2_borders 2 --stall-s 300 --operations alltoall,broadcast --sizes 4M,16M,32M
-    on_hosts levels_1gbit_borders 2 1gbit 4 --operations allreduce,reduce_scatter --sizes 256K,1M --codecs raw,int8:256
-}
 part_hosts() {
     local hosts
     for hosts in 2 3 4; do on_hosts "hosts${hosts}_1gbit" "$hosts" 1gbit "$hosts" "${slow[@]}"; done
@@ -80,12 +75,14 @@ part_rates() {
 }
 
 part_tuned() {
-    local ranks
-    for ranks in 2 4; do
-        if is_passed "tuned$ranks"; then continue; fi
-        bash "$here/cluster.sh" up 2 1gbit
-        bash "$here/cluster.sh" run -n $ranks python -m hpcllm.perf tune --rates-only --output "$results/tuned$ranks.toml" >&2
-        on_hosts "tuned$ranks" 2 1gbit $ranks --tuning "$results/tuned$ranks.toml" "${slow[@]}"
+    local place ranks rate
+    for place in "2 1gbit" "4 1gbit" "2 10gbit"; do
+        read -r ranks rate <<<"$place"
+        if is_passed "tuned${ranks}_$rate"; then continue; fi
+        bash "$here/cluster.sh" up 2 "$rate"
+        bash "$here/cluster.sh" run -n "$ranks" python -m hpcllm.perf tune --rates-only \
+            --output "$results/tuned${ranks}_$rate.toml" >&2
+        on_hosts "tuned${ranks}_$rate" 2 "$rate" "$ranks" --tuning "$results/tuned${ranks}_$rate.toml" "${slow[@]}"
     done
 }
 
@@ -99,4 +96,4 @@ part_summary() {
 cd "$root"
 mkdir -p "$results"
 for mpi in mpich openmpi; do HPCLLM_MPI=$mpi bash jobscripts/local/setup.sh test; done
-run_parts "dispatch node shared limits gloo levels borders hosts rates tuned" "$@"
+run_parts "dispatch node shared limits gloo levels hosts rates tuned" "$@"

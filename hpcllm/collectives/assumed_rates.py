@@ -43,7 +43,7 @@ def assumed_rates(codec: str, dtype: str, wire_gb_s: float | None) -> Rates:
     """Return rates for raw and for one codec. wire_gb_s: each way of a node; None: not known.
 
     Of bytes alone: messages cost nothing here. They tell algorithms apart, and raw values may take another one than a
-    codec's; below what selection.CODEC_BYTES says they decide alone, and no codec is taken.
+    codec's; below what selection.codec_bytes says they decide alone, and no codec is taken.
     """
     near = Link(0.0, NEAR_GB_S)
     return Rates(

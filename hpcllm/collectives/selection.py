@@ -5,11 +5,11 @@ Without measured rates, by rule, so that every run sums in the same order; array
     one node,  raw    node_window; where the library may block, native up to LIBRARY_BYTES, to LIBRARY_BYTES_CROWDED if
                       ranks have to share cores (group.py), which a rank that spins in the window may keep from another,
                       or, if the communicator has arrays in shared memory, to LIBRARY_BYTES_SHARED
-    more,      raw    fp32 up to 64 KiB native, then two_level where ranks share nodes, else by size per rank.
-                      Where the library may block, native up to LIBRARY_BYTES_BETWEEN: a reduce-scatter, and an
-                      allreduce where ranks share nodes
+    more,      raw    fp32 up to 64 KiB native, then two_level where ranks share nodes, else by size per rank; of
+                      two ranks recursive_doubling up to EXCHANGED_BYTES.
+                      Where the library may block, sums are native for longer: _library_bytes_between
     a codec           two_level where ranks share nodes, else two_step; of many ranks, and inside two_level of many
-                      nodes, grid (strips.takes_grid). Between nodes raw below CODEC_BYTES, and where coarse rates of
+                      nodes, grid (strips.takes_grid). Between nodes raw below codec_bytes, and where coarse rates of
                       the codec and of the wire (assumed_rates.py) do not make it 5 % faster
 
 Arrays on a device share no windows: by the lines for more nodes, however many there are, with the library only up to
@@ -42,11 +42,17 @@ SUMS = ("allreduce", "reduce_scatter")
 SMALL_BYTES = 64 << 10  # up to here latency decides, and the library's is the lowest
 # up to here the library's blocking call was the fastest on a node, or as fast: MPICH and Open MPI on 2 cores, private
 # arrays of 2 ranks, of 3 and 4, and shared ones of 2
-LIBRARY_BYTES = {"allreduce": 2 << 20, "reduce_scatter": 2 << 20, "allgather": 4 << 20}
+LIBRARY_BYTES = {"allreduce": 4 << 20, "reduce_scatter": 2 << 20, "allgather": 4 << 20}
 LIBRARY_BYTES_CROWDED = {"allreduce": 4 << 20, "reduce_scatter": 4 << 20, "allgather": 4 << 20}
 LIBRARY_BYTES_SHARED = {"allreduce": 256 << 10, "reduce_scatter": 512 << 10, "allgather": 1 << 20}
-LIBRARY_BYTES_BETWEEN = 1 << 20  # as those, of sums between nodes: by_rule says which
-CODEC_BYTES = 256 << 10  # between nodes a codec is taken from here: of less, messages and turns of the codec decide
+LIBRARY_BYTES_BETWEEN, LIBRARY_BYTES_OF_TWO = (
+    1 << 20,
+    8 << 20,
+)  # as those, of sums between nodes, and of two ranks there
+EXCHANGED_BYTES = 4 << 20  # between two ranks: as many bytes as a ring sends, in one exchange and not two
+# between nodes a codec is taken from here for each rank, of up to so many ranks: an array is cut for all, and of less,
+# messages and turns of the codec decide
+CODEC_BYTES_A_RANK, MOST_CODEC_RANKS = 128 << 10, 16
 LONG_CHUNK_BYTES = 32 << 10  # a ring sends 2 (ranks - 1) chunks one after another: worth it from here
 LEAST_GAIN = 1.05  # less is not worth a codec's error, nor the prediction's
 LARGEST_COUNT = 2**31 - 1  # of most MPI libraries
@@ -103,8 +109,8 @@ def by_rule(operation: str, x: Values, shape: Shape, may_block: bool, has_shared
         most_bytes = (LIBRARY_BYTES_SHARED if has_shared else private)[operation]
         is_faster = may_block and x.size_bytes <= most_bytes
         return "native" if may_use_library and is_faster else "node_window"
-    is_libraries_sum = operation == "reduce_scatter" or (operation == "allreduce" and _share_nodes(shape))
-    if is_libraries_sum and may_block and x.raw and x.full and x.on_cpu and x.size_bytes <= LIBRARY_BYTES_BETWEEN:
+    is_plain_sum = operation in SUMS and x.raw and x.full and x.on_cpu
+    if is_plain_sum and may_block and x.size_bytes <= _library_bytes_between(operation, shape):
         return "native"
     if operation == "allreduce":
         return _allreduce(x, shape)
@@ -121,16 +127,21 @@ def by_rule(operation: str, x: Values, shape: Shape, may_block: bool, has_shared
     return "bruck" if x.small else "ring"
 
 
+def codec_bytes(ranks: int) -> int:
+    """The least array between nodes that a codec is run on where no rates were measured."""
+    return CODEC_BYTES_A_RANK * min(ranks, MOST_CODEC_RANKS)
+
+
 def codec_by_rule(operation: str, x: Values, shape: Shape, wire_gb_s: float | None) -> str:
     """The codec for x where no rates were measured: the one that was asked for, but raw where that is faster.
 
     wire_gb_s: each way of a node; None: not known. Inside a node it is what was asked for at any size, although raw is
-    faster there: a policy would do nothing on one machine, where it is tried out. On a device it is from CODEC_BYTES
-    up: its codecs are many times as fast as a core's.
+    faster there: a policy would do nothing on one machine, where it is tried out. On a device it is from
+    codec_bytes up: its codecs are many times as fast as a core's.
     """
     if x.raw or shape.nodes == 1:
         return x.codec
-    if x.size_bytes < CODEC_BYTES:
+    if x.size_bytes < codec_bytes(shape.ranks):
         return "raw"
     if not x.on_cpu:
         return x.codec
@@ -158,12 +169,23 @@ def _allreduce(x: Values, shape: Shape) -> str:
         return "recursive_doubling"
     if not x.full:
         return through_owners
+    if shape.ranks == 2 and x.on_cpu and x.size_bytes <= EXCHANGED_BYTES:
+        return "recursive_doubling"
     return "ring" if x.size_bytes // shape.ranks >= LONG_CHUNK_BYTES else "rabenseifner"
 
 
 def _share_nodes(shape: Shape) -> bool:
     """True if there are several nodes, and ranks that share one."""
     return 1 < shape.nodes < shape.ranks
+
+
+def _library_bytes_between(operation: str, shape: Shape) -> int:
+    """Up to here the library's blocking sum between nodes was the fastest, or as fast."""
+    if operation == "allreduce" and shape.ranks == 2:
+        return LIBRARY_BYTES_OF_TWO
+    if operation == "allreduce" and not _share_nodes(shape):
+        return min(SMALL_BYTES * shape.ranks, LIBRARY_BYTES_BETWEEN)  # a ring of more is the faster one
+    return LIBRARY_BYTES_BETWEEN
 
 
 def candidates(operation: str, codec: str, dtype: str, shape: Shape, n: int = 0) -> list[str]:
@@ -225,7 +247,7 @@ def link_codec(
     size_bytes = n * VALUE_BITS[dtype] // 8
     if name == "raw" or (tuning is None and same_node):
         return name
-    if tuning is None and size_bytes < CODEC_BYTES:
+    if tuning is None and size_bytes < codec_bytes(2):
         return "raw"
     rates = tuning.rates if tuning else assumed_rates(name, dtype, wire_gb_s)
     raw, coding = find_coding("raw", dtype, rates), find_coding(name, dtype, rates)

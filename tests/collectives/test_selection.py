@@ -23,12 +23,13 @@ from hpcllm.collectives.auto import plan
 from hpcllm.collectives.cost import COSTS, cost_s
 from hpcllm.collectives.group import are_crowded, group_of, make_group
 from hpcllm.collectives.selection import (
-    CODEC_BYTES,
+    EXCHANGED_BYTES,
     IN_WINDOWS,
     LEAST_GAIN,
     LIBRARY_BYTES,
     LIBRARY_BYTES_BETWEEN,
     LIBRARY_BYTES_CROWDED,
+    LIBRARY_BYTES_OF_TWO,
     LIBRARY_BYTES_SHARED,
     ROUNDS_EACH_HOP,
     SMALL_BYTES,
@@ -37,6 +38,7 @@ from hpcllm.collectives.selection import (
     candidates,
     choose,
     codec_by_rule,
+    codec_bytes,
     link_codec,
     unmeasured,
 )
@@ -192,14 +194,18 @@ def test_without_measured_rates_a_codec_is_taken_where_coarse_ones_say_that_it_p
         assert codec_by_rule("allreduce", x, shape, wire_gb_s) == expected
     assert codec_by_rule("allreduce", replace(x, on_cpu=False), shape, wire_gb_s) == codec
     assert codec_by_rule("allreduce", x, Shape(2), wire_gb_s) == link_codec(codec, x.n, True, None, dtype) == codec
-    little = replace(x, n=CODEC_BYTES // item_bytes - 1)
+    little = replace(x, n=codec_bytes(2) // item_bytes - 1)
     assert codec_by_rule("allreduce", little, shape, wire_gb_s) == "raw"
     assert link_codec(codec, little.n, False, None, dtype, wire_gb_s) == "raw"
+    for full in (Shape(6, 2, 3), Shape(6, 6)):  # of each rank's part as little
+        cut = replace(x, n=3 * little.n)
+        assert codec_by_rule("allreduce", cut, full, 1e-3) == "raw"
+        assert codec_by_rule("allreduce", replace(cut, n=cut.n + 3), full, 1e-3) == codec
 
 
-@given(shapes, st.sampled_from(["int8:256", "int4:128", "int8:32:sr"]), st.integers(18, 30))
+@given(shapes, st.sampled_from(["int8:256", "int4:128", "int8:32:sr"]), st.integers(0, 12))
 def test_without_measured_rates_too_there_is_one_border_between_slow_and_fast_wires(shape, codec, k):
-    x = Values((1 << k) // 4, 4, "float32", codec)
+    x = Values((codec_bytes(shape.ranks) << k) // 4, 4, "float32", codec)
     taken = [codec_by_rule("allreduce", x, shape, 1e-3 * 1.5**step) == codec for step in range(40)]
     assert taken == sorted(taken, reverse=True)
     assert taken[0]
@@ -363,21 +369,33 @@ def test_short_calls_of_the_foreground_block_under_a_limit_as_without_one(comm, 
     assert (others[1][0] == others[2][0] == "native") == (operation not in IN_WINDOWS)
 
 
+def test_two_ranks_exchange_what_a_ring_would_send_in_two_turns():
+    for size_bytes in (SMALL_BYTES + 4, EXCHANGED_BYTES, EXCHANGED_BYTES + 4):
+        x = Values(size_bytes // 4, 4, "float32", "raw")
+        expected = "recursive_doubling" if size_bytes <= EXCHANGED_BYTES else "ring"
+        assert by_rule("allreduce", x, Shape(2, 2), may_block=False) == expected
+        assert by_rule("allreduce", x, Shape(3, 3), may_block=False) in ("ring", "rabenseifner")
+        assert by_rule("allreduce", replace(x, codec="exp"), Shape(2, 2), may_block=False) == "two_step"
+
+
 @pytest.mark.parametrize(
-    ("operation", "shape", "own"),
+    ("operation", "shape", "own", "most"),
     [
-        ("reduce_scatter", Shape(2, 2), "ring"),
-        ("reduce_scatter", Shape(4, 2, 2), "ring"),
-        ("allreduce", Shape(4, 2, 2), "two_level"),
+        ("reduce_scatter", Shape(2, 2), "ring", LIBRARY_BYTES_BETWEEN),
+        ("reduce_scatter", Shape(4, 2, 2), "ring", LIBRARY_BYTES_BETWEEN),
+        ("allreduce", Shape(4, 2, 2), "two_level", LIBRARY_BYTES_BETWEEN),
+        ("allreduce", Shape(2, 2), "ring", LIBRARY_BYTES_OF_TWO),
+        ("allreduce", Shape(4, 4), "ring", 4 * SMALL_BYTES),
+        ("allreduce", Shape(32, 32), "ring", LIBRARY_BYTES_BETWEEN),
     ],
 )
-def test_between_nodes_sums_that_may_block_are_the_library_s_for_longer(operation, shape, own):
+def test_between_nodes_sums_that_may_block_are_the_library_s_for_longer(operation, shape, own, most):
     def chosen(size_bytes, may_block, codec="raw"):
         return by_rule(operation, Values(size_bytes // 4, 4, "float32", codec), shape, may_block)
 
-    assert [chosen(LIBRARY_BYTES_BETWEEN, each) for each in (True, False)] == ["native", own]
-    assert [chosen(LIBRARY_BYTES_BETWEEN + 4, each) for each in (True, False)] == [own, own]
-    assert chosen(LIBRARY_BYTES_BETWEEN, True, "int8:256") in ("two_step", "two_level")
+    assert [chosen(most, each) for each in (True, False)] == ["native", own]
+    assert [chosen(most + 4, each) for each in (True, False)] == [own, own]
+    assert chosen(most, True, "int8:256") in ("two_step", "two_level", "grid")
 
 
 @pytest.mark.parallel([1, 2, 3])

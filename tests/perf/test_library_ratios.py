@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import sys
 from pathlib import Path
 
@@ -54,14 +53,6 @@ def test_every_cell_is_measured_and_shown(comm, ratios, tmp_path, memory):
     assert failed.fails
     assert not dataclasses.replace(failed, most=0.96).fails
     assert not dataclasses.replace(failed, size_bytes=1 << 17).fails
-
-
-def test_a_cell_that_was_measured_again_stands_in_place_of_the_first(ratios, tmp_path):
-    row = {field.name: 1 for field in dataclasses.fields(ratios.Cell)} | {"link": "1gbit", "waits": "block"}
-    first, again = tmp_path / "node2_mpich.json", tmp_path / "node2_borders_mpich.json"
-    first.write_text(json.dumps([row | {"size_bytes": size} for size in (4, 8)]))
-    again.write_text(json.dumps([row | {"size_bytes": 8, "ratio": 2}]))
-    assert [(cell.size_bytes, cell.ratio) for cell in ratios.cells_of([again, first])] == [(4, 1), (8, 2)]
 
 
 @given(factor=st.floats(0.2, 5), seed=st.integers(0, 99))
