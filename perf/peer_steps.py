@@ -13,8 +13,8 @@ Over links (cluster.sh, which needs root): `all` beside FSDP2, ours with and wit
 of COMPARISONS and SIZES; embedding and head are two tables, for picotron knows no other.
 
 Everybody trains the same: weights, samples, AdamW, clipping, one sequence a rank and step, one thread a rank. A variant
-whose losses are not ours is no peer, and ends the campaign. Variants take turns, `repeats` times over, each time in
-fresh processes; of each turn the median of the steps behind the warm-up counts. Peers run twice: as found, and with
+whose losses are not ours is no peer, and ends the campaign. Variants take turns, `repeats` times over, to and fro, each
+time in fresh processes; of each turn the median of the steps behind the warm-up counts. Peers run twice: as found, and with
 glibc told to keep memory between calls, as ours are. Ratios are the peer's time over ours in the same turn: their
 median, with the least and the most of them. `alone` is one rank with its own sequence: what computing takes.
 FOLDER: a copy of picotron's repository; without it, and over links, there is no such peer.
@@ -84,15 +84,12 @@ COMPARISONS = {
 
 
 def variants(place: str, picotron: bool) -> list[str]:
-    """Name all that take turns: the reference of losses first."""
-    comparisons = COMPARISONS[place]
-    peers = {name: hook for comparison in comparisons for name, hook in comparison.peers.items()}
-    wanted = [name for name, hook in peers.items() if picotron or not hook.startswith("picotron")]
-    return [
-        *(comparison.ours for comparison in comparisons),
-        *(name + kept for name in wanted for kept in ("", KEPT)),
-        ALONE,
-    ]
+    """Name all that take turns, ours beside its peers; the first is the reference of losses."""
+    names: list[str] = []
+    for comparison in COMPARISONS[place]:
+        wanted = [name for name, hook in comparison.peers.items() if picotron or not hook.startswith("picotron")]
+        names += [comparison.ours, *(name + kept for name in wanted for kept in ("", KEPT))]
+    return [*dict.fromkeys(names), ALONE]
 
 
 def steps_of(place: str, model: str, variant: str, steps: int, store: str, picotron: str) -> list[dict[str, Any]]:
@@ -158,10 +155,14 @@ def loss_difference(turn: Turn, reference: Turn) -> float:
 
 
 def missing(place: str, models: Sequence[str], names: Sequence[str], turns: Sequence[Turn], repeats: int) -> list[Any]:
-    """List (model, variant) in the order in which they are to run, until there are `repeats` turns of each."""
+    """List (model, variant) in the order in which they are to run, until there are `repeats` turns of each.
+
+    Every other turn goes backward, so that a drift of the machine favours nobody.
+    """
     done = [(turn["model"], turn["variant"]) for turn in turns if turn["place"] == place]
     every = [(model, name) for model in models for name in names]
-    return [each for repeat in range(repeats) for each in every if done.count(each) <= repeat]
+    orders = [every[:: -1 if repeat % 2 else 1] for repeat in range(repeats)]
+    return [each for repeat, order in enumerate(orders) for each in order if done.count(each) <= repeat]
 
 
 def table(turns: Sequence[Turn]) -> str:

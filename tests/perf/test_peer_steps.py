@@ -53,9 +53,9 @@ def test_a_campaign_that_was_cut_off_ends_with_as_many_turns_of_each(steps, done
     assert steps.missing("1gbit", ["m"], ["a"], turns, repeats) == [("m", "a")] * repeats
 
 
-def test_a_fresh_campaign_runs_every_variant_before_any_again(steps):
-    order = steps.missing("node", ["m"], ["a", "b"], [], 2)
-    assert order == [("m", "a"), ("m", "b")] * 2
+def test_a_fresh_campaign_goes_to_and_fro(steps):
+    there = [("m", "a"), ("m", "b"), ("n", "a"), ("n", "b")]
+    assert steps.missing("node", ["m", "n"], ["a", "b"], [], 3) == [*there, *there[::-1], *there]
 
 
 @pytest.mark.parametrize("place", ["node", "1gbit"])
