@@ -14,8 +14,8 @@ of COMPARISONS and SIZES; embedding and head are two tables, for picotron knows 
 
 Everybody trains the same: weights, samples, AdamW, clipping, one sequence a rank and step, one thread a rank. A variant
 whose losses are not ours is no peer, and ends the campaign. Variants take turns, `repeats` times over, to and fro, each
-time in fresh processes; of each turn the median of the steps behind the warm-up counts. Peers run twice: as found, and with
-glibc told to keep memory between calls, as ours are. Ratios are the peer's time over ours in the same turn: their
+time in fresh processes; of each turn the median of the steps behind the warm-up counts. Peers run twice: as found, and
+with glibc told to keep memory between calls, as ours are. Ratios are the peer's time over ours in the same turn: their
 median, with the least and the most of them. `alone` is one rank with its own sequence: what computing takes.
 FOLDER: a copy of picotron's repository; without it, and over links, there is no such peer.
 
