@@ -28,23 +28,20 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from peer_runs import CLUSTER, OF_30M, Ranks, common_keys, our_run, peer_run, prepared, ratio_text
+
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-RUN_FILE = ROOT / "jobscripts" / "local" / "tiny.toml"
-CLUSTER = ["bash", str(HERE / "cluster.sh")]
 WARM_UP_STEPS = 5
-SIZES = {  # name -> (tokens a rank and step, what the model has other than the run file)
+SIZES: dict[str, tuple[int, dict[str, Any]]] = {  # tokens a rank and step, what the model has other than the run file
     "tiny": (8, {}),
-    "30m": (64, {"model.layers": 8, "model.hidden": 512, "model.heads": 8, "model.ffn": 1408}),
+    "30m": (64, OF_30M),
 }
 ALONE, KEPT = "one rank alone", ", memory kept"
-KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(32 << 30)}
 PEERS = {ALONE: "", "DDP, fp32": "fp32", "DDP, fp16 hook": "fp16"}  # the hook of the plain loop
 OURS = {
     "ours, policy none": {"communication.policy": "none"},
@@ -53,87 +50,21 @@ OURS = {
 }
 
 
-def overrides(model: str, ranks: int, store: str) -> list[str]:
-    """What all variants of a model have in common, as --set takes it: one sequence a rank, no pipeline."""
-    tokens, shape = SIZES[model]
-    keys = {
-        **shape,
-        "data.store": store,
-        "data.sequence_length": tokens,
-        "data.global_batch": ranks,
-        "data.document_mask": False,  # the peers have none
-        "mesh.pp": 1,
-        "pipeline.microbatches": 1,
-    }
-    return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
-
-
-def rank_program(hook: str, settings: list[str], steps: int) -> None:
-    """What each rank of a PyTorch variant runs; rank 0 prints the seconds of its steps as a line of JSON."""
-    import plain_torch
-
-    run = plain_torch.plain_loop(RUN_FILE, settings, steps, hook)
-    if plain_torch.MPI.COMM_WORLD.rank == 0:
-        print(json.dumps({"seconds": run.seconds, "loss": run.loss}), flush=True)
-    plain_torch.leave()
-
-
-def run_on_cluster(ranks: int, command: list[str], variables: dict[str, str] | None = None) -> str:
-    environment = {
-        **os.environ,
-        **(variables or {}),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "10.77.0.1",
-        "MASTER_PORT": "29500",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # not that the hosts have no name server
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-    }
-    done = subprocess.run(
-        [*CLUSTER, "run", "-n", str(ranks), *command], env=environment, stdout=subprocess.PIPE, text=True, timeout=900
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}")
-    return done.stdout
-
-
-def peer_turn(variant: str, settings: list[str], ranks: int, steps: int) -> list[dict[str, Any]]:
-    """A record a step. On one rank the batch is that of one rank, too."""
+def steps_of(model: str, variant: str, hosts: int, store: str, steps: int) -> list[dict[str, Any]]:
+    """A record a step, of one sequence a rank."""
     name = variant.removesuffix(KEPT)
-    if name == ALONE:
-        settings, ranks = [*settings, "data.global_batch=1"], 1
-    program = ["python", __file__, "--rank", "--hook", PEERS[name], "--steps", str(steps)]
-    command = [*program, *(f"--set={setting}" for setting in settings)]
-    output = run_on_cluster(ranks, command, None if name == variant else KEEP_MEMORY)
-    lines = [line for line in output.splitlines() if line.startswith('{"seconds"')]
-    return [{"step_s": seconds} for seconds in json.loads(lines[-1])["seconds"]]
-
-
-def our_turn(variant: str, settings: list[str], ranks: int, steps: int) -> list[dict[str, Any]]:
-    """The step records of the run's own log."""
-    with tempfile.TemporaryDirectory() as folder:
-        keys = {
-            **OURS[variant],
-            "communication.exact_steps": 0,
-            "run.folder": folder,
-            "run.steps": steps,
-            "data.validation_sequences": ranks,
-            "log.every_steps": 1,
-            "log.trackers": [],
-            "checkpoint.every_steps": 0,
-        }
-        settings = [*settings, *(f"{key}={json.dumps(value)}" for key, value in keys.items())]
-        command = ["python", "-m", "hpcllm", "train", str(RUN_FILE), *(f"--set={setting}" for setting in settings)]
-        run_on_cluster(ranks, command)
-        lines = (Path(folder) / "tiny" / "log.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if "step_s" in record]
+    ranks = Ranks(1 if name == ALONE else hosts, on_cluster=True)
+    tokens, shape = SIZES[model]
+    keys = common_keys(shape, store, tokens, ranks.count)
+    if variant in OURS:
+        return our_run(ranks, {**keys, **OURS[variant]}, steps)
+    return peer_run(ranks, PEERS[name], keys, steps, keeps_memory=name != variant)
 
 
 def a_turn(model: str, variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run a variant once. Returns the seconds of its steps behind the warm-up, and what a rank sends in one."""
-    settings = overrides(model, arguments.hosts, str(Path(arguments.store).resolve()))
-    run = our_turn if variant in OURS else peer_turn
-    steps = run(variant, settings, arguments.hosts, arguments.steps + WARM_UP_STEPS)[WARM_UP_STEPS:]
+    count = arguments.steps + WARM_UP_STEPS
+    steps = steps_of(model, variant, arguments.hosts, arguments.store, count)[WARM_UP_STEPS:]
     sent = {"sent_bytes": steps[-1]["gradients_bytes"] / arguments.hosts} if variant in OURS else {}
     found = {"model": model, "variant": variant, "hosts": arguments.hosts, "rate": arguments.rate}
     return {**found, "cores": os.cpu_count(), "seconds": [step["step_s"] for step in steps], **sent}
@@ -152,13 +83,6 @@ def measure(model: str, arguments: argparse.Namespace, turns: list[dict[str, Any
 def bits_a_second(rate: str) -> float:
     number, unit = rate.removesuffix("bit")[:-1], rate.removesuffix("bit")[-1]
     return float(number) * {"k": 1e3, "m": 1e6, "g": 1e9}[unit]
-
-
-def ratio_text(times: list[float], others: list[float]) -> str:
-    """How many times as long the others' steps take, by turns; bold where that is less."""
-    ratios = [other / time for time, other in zip(times, others, strict=True)]
-    mark = "**" if median(ratios) < 1 else ""
-    return f"{mark}{median(ratios):.2f}{mark} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def table(turns: list[dict[str, Any]]) -> str:
@@ -189,15 +113,6 @@ def wire_cells(turn: dict[str, Any], step_s: float) -> tuple[str, str, str]:
     return f"{turn['sent_bytes'] / 1e6:.2f}", f"{wire_s:.4f}", f"{step_s / wire_s:.2f}"
 
 
-def prepared(store: str | None) -> str:
-    path = ROOT / "data" / "stdlib.h5"
-    if store or path.exists():
-        return store or str(path)
-    path.parent.mkdir(exist_ok=True)
-    run_on_cluster(1, ["python", "-m", "hpcllm", "prepare", "--output", str(path)])
-    return str(path)
-
-
 def write(turns: list[dict[str, Any]]) -> None:
     first = turns[0]
     parts = [
@@ -223,13 +138,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(SIZES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
-    for hidden in ("--hook", "--set"):
-        parser.add_argument(hidden, action="append" if hidden == "--set" else "store", help=argparse.SUPPRESS)
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.rank:
-        rank_program(arguments.hook, arguments.set, arguments.steps)
-        return
     models = arguments.models.split(",")
     if not set(models) <= set(SIZES) or arguments.hosts < 2 or min(arguments.repeats, arguments.steps) < 1:
         parser.error(f"--models takes {', '.join(SIZES)}; --hosts 2 or more; --repeats and --steps 1 or more")
@@ -237,7 +146,7 @@ def main() -> None:
     turns = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     subprocess.run([*CLUSTER, "up", str(arguments.hosts), arguments.rate], check=True)
     try:
-        arguments.store = prepared(arguments.store)
+        arguments.store = prepared(arguments.store, Ranks(1, on_cluster=True))
         for _ in range(arguments.repeats):
             for model in models:
                 measure(model, arguments, turns)

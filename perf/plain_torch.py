@@ -1,48 +1,75 @@
-"""The loop that one would write without us: PyTorch, alone or with DistributedDataParallel over gloo.
+"""The loop that one would write without us: PyTorch, on one rank or over gloo with a library's model around ours.
 
-Same model, weights, samples, AdamW and clipping as `python -m hpcllm train` with the same run file and overrides, so
-that a figure beside ours compares like with like. Every rank of MPI.COMM_WORLD is a replica.
+Same weights, samples, AdamW and clipping as `python -m hpcllm train` with the same run file and overrides, and the same
+model, so that a figure beside ours compares like with like. Every rank of MPI.COMM_WORLD takes part.
+
+    python perf/plain_torch.py RUN_FILE HOOK STEPS [--set KEY=VALUE]      rank 0 prints a line of JSON
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+import torch_parallel
 from mpi4py import MPI
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
+from torch_parallel import Peer
 
 from hpcllm.config import schema as configs
-from hpcllm.config.schema import OptimizerConfig
+from hpcllm.config.schema import Config, OptimizerConfig
 from hpcllm.data.packing import SplitArrays, make_rows, read_samples
 from hpcllm.data.sampler import Sampler
 from hpcllm.data.store import open_store
 from hpcllm.model.initialisation import build
 from hpcllm.model.shapes import split_layers
+from hpcllm.model.transformer import Decoder
 from hpcllm.optim.adamw import learning_rate
 
-HOOKS = ("", "fp32", "fp16")  # none: without DistributedDataParallel; how its gradients travel
+
+def _picotron(name: str, decoder: Decoder, config: Config) -> Peer:
+    import picotron_model  # which needs picotron's folder on PYTHONPATH
+
+    return picotron_model.parallel(name, decoder, config.model, config.data.sequence_length)
+
+
+def _of_torch(make: Callable[..., Peer], decoder: Decoder, _: Config) -> Peer:
+    return make(decoder)
+
+
+PEERS: dict[str, Callable[[Decoder, Config], Peer]] = {  # by hook; described where they are made
+    "": partial(_of_torch, torch_parallel.alone),
+    "fp32": partial(_of_torch, torch_parallel.ddp),
+    "fp16": partial(_of_torch, partial(torch_parallel.ddp, fp16=True)),
+    "fsdp": partial(_of_torch, torch_parallel.fsdp),
+    "fsdp-once": partial(_of_torch, partial(torch_parallel.fsdp, gathered_once=True)),
+    "tp": partial(_of_torch, torch_parallel.tensor_parallel),
+    "picotron-dp": partial(_picotron, "dp"),
+    "picotron-tp": partial(_picotron, "tp"),
+}
 
 
 @dataclass
 class PlainRun:
     seconds: list[float]  # of each step
     loss: float  # of the last step, this replica's
+    losses: list[float]  # of each step, this replica's
 
 
 def plain_loop(run_file: Path, settings: Sequence[str], steps: int, hook: str = "") -> PlainRun:
     """Train from initial weights. settings: as --set takes them. Collective over the world with a hook."""
-    run = PlainRun([], 0.0)
+    run = PlainRun([], 0.0, [])
     for seconds, loss in plain_steps(run_file, settings, steps, hook):
         run.seconds.append(seconds)
+        run.losses.append(loss)
         run.loss = loss
     return run
 
@@ -54,32 +81,39 @@ def plain_steps(
     config, store = open_store(configs.load(run_file, settings), MPI.COMM_WORLD)
     data = config.data
     rows = make_rows(SplitArrays.of(store, "train"), data.sequence_length, "stream", masked=False)
-    rank, share = MPI.COMM_WORLD.rank, data.global_batch // MPI.COMM_WORLD.size
     sampler = Sampler(rows.count, config.run.seed)
-    decoder = model = build(config.model, split_layers(config.model, 1)[0], config.run.seed)
-    if hook:
-        _open_gloo()
-        model = DistributedDataParallel(decoder, gradient_as_bucket_view=True)
-        if hook == "fp16":
-            model.register_comm_hook(None, fp16_compress_hook)
-    adamw = _adamw(decoder, config.optimizer)
+    peer = PEERS[hook](build(config.model, split_layers(config.model, 1)[0], config.run.seed), config)
+    share = data.global_batch // peer.replicas
+    first = share * (MPI.COMM_WORLD.rank if peer.replicas > 1 else 0)
+    adamw = _adamw(peer.model, config.optimizer)
     loss_of = torch.compile(_loss, dynamic=False) if compiled else _loss
     for step in range(steps):
         start = time.perf_counter()
         for group in adamw.param_groups:
             group["lr"] = learning_rate(step, config.run.steps, config.optimizer)
-        position = step * data.global_batch + rank * share
-        inputs, targets, _ = torch.from_numpy(read_samples(rows, sampler, position, share).planes)
-        loss = loss_of(model, inputs, targets)
-        adamw.zero_grad(set_to_none=not hook)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(decoder.parameters(), config.optimizer.clip_norm)
+        inputs, targets, _ = torch.from_numpy(
+            read_samples(rows, sampler, step * data.global_batch + first, share).planes
+        )
+        with peer.passes():
+            loss = loss_of(peer.model, inputs, targets)
+            adamw.zero_grad(set_to_none=not peer.keeps_gradients)
+            loss.backward()
+        peer.clip(config.optimizer.clip_norm)
         adamw.step()
+        peer.end_step()
         yield time.perf_counter() - start, loss.item()
 
 
-def _loss(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def _adamw(model: nn.Module, optimizer: OptimizerConfig) -> torch.optim.AdamW:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    betas = (optimizer.beta1, optimizer.beta2)
+    return torch.optim.AdamW(groups, lr=optimizer.learning_rate, betas=betas, eps=optimizer.epsilon, fused=True)
 
 
 def leave() -> None:
@@ -89,20 +123,20 @@ def leave() -> None:
     os._exit(0)
 
 
-def _adamw(decoder: torch.nn.Module, optimizer: OptimizerConfig) -> torch.optim.AdamW:
-    matrices = [p for p in decoder.parameters() if p.dim() > 1]
-    vectors = [p for p in decoder.parameters() if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    betas = (optimizer.beta1, optimizer.beta2)
-    return torch.optim.AdamW(groups, lr=optimizer.learning_rate, betas=betas, eps=optimizer.epsilon, fused=True)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_file", type=Path)
+    parser.add_argument("hook", choices=PEERS)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--set", action="append", default=[])
+    arguments = parser.parse_args()
+    run = plain_loop(arguments.run_file, arguments.set, arguments.steps, arguments.hook)
+    of_ranks = MPI.COMM_WORLD.gather(run.losses)
+    if of_ranks:  # replicas have equal shares of the batch, so the mean of theirs is that of all
+        run.losses = [sum(losses) / len(losses) for losses in zip(*of_ranks, strict=True)]
+        print(json.dumps(asdict(run)), flush=True)
+    leave()
 
 
-def _open_gloo() -> None:
-    """Ranks meet at MASTER_ADDR if there is one, else through a file, on the loopback device."""
-    world = MPI.COMM_WORLD
-    if "MASTER_ADDR" in os.environ:
-        dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
-        return
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    folder = world.bcast(tempfile.mkdtemp() if world.rank == 0 else None)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=world.rank, world_size=world.size)
+if __name__ == "__main__":
+    main()
