@@ -12,6 +12,8 @@ import torch
 
 from hpcllm.checkpoint import background
 from hpcllm.checkpoint.background import Background, LocalSlabs
+from hpcllm.checkpoint.layout import DatasetSpec
+from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.slabs import Slab
 from hpcllm.checkpoint.state import FEEDBACK
 from hpcllm.config.schema import CheckpointConfig
@@ -22,7 +24,8 @@ RESIDUALS = Slab(FEEDBACK, (0,), (77,))
 
 
 def slabs(device: str) -> LocalSlabs:
-    return LocalSlabs({}, {slab: torch.full(slab.shape, 3.0, device=device) for slab in (STATE, RESIDUALS)})
+    specs = {slab.dataset: DatasetSpec(slab.shape, "float32") for slab in (STATE, RESIDUALS)}
+    return LocalSlabs(specs, {slab: torch.full(slab.shape, 3.0, device=device) for slab in (STATE, RESIDUALS)})
 
 
 @pytest.fixture
@@ -52,6 +55,19 @@ def test_the_computation_does_not_wait_for_the_copy_until_an_update(begun):
     behind.before_update()
     held.tensors[STATE].zero_()  # unordered with the copy it would be a race
     assert has_come(behind, STATE)
+
+
+@pytest.mark.pretend
+@pytest.mark.parallel([1])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_file_has_what_the_device_had_computed_by_then(comm, tmp_path, goes_on):
+    """From a copy or from the memory itself; the thread's own stream knows nothing of the computation's."""
+    behind = Background(comm, CheckpointConfig(), lambda: None, lambda: "")
+    with torch.Stream(torch.device("pretend", 0)):
+        behind.begin(1, tmp_path / "a.h5", slabs("pretend"), {}, goes_on)
+    behind.finish()
+    with Checkpoint.open(tmp_path / "a.h5") as checkpoint:
+        assert all((checkpoint.read_whole(slab.dataset) == 3).all() for slab in (STATE, RESIDUALS))
 
 
 def pieces_of(sizes: list[int]) -> tuple[dict[Slab, torch.Tensor], list[int]]:

@@ -17,6 +17,7 @@ from hpcllm.checkpoint.layout import DatasetSpec
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.checkpoint.restore import fetch
 from hpcllm.checkpoint.slabs import Slab, intersection, whole
+from hpcllm.checkpoint.writer import prepare
 from hpcllm.errors import CheckpointError
 
 SIZES = [1, 2, 3, 4]
@@ -109,6 +110,20 @@ def test_no_byte_is_handed_out_unverified(comm, shared_path, monkeypatch, wrote,
         pairs = [(s, np.empty(s.shape, "f4")) for s in sound[comm.rank :: comm.size]]
         fetch(checkpoint, pairs)
         parallel_assert(all((row[0] == tensor[s.start[0], 3:12]).all() for s, row in pairs))
+
+
+@pytest.mark.parallel([2, 3])
+def test_arrays_may_change_once_they_are_handed_over(comm):
+    """Those of ranks that own no block, too, who wait for nothing but their own messages."""
+    columns, is_last = 3, comm.rank == comm.size - 1
+    mine = Slab("w", (0, columns * comm.rank), (40, 30 if is_last else columns))
+    plan = prepare(comm, {"w": DatasetSpec((40, columns * (comm.size - 1) + 30), "float32")}, [mine])
+    for value in (1, 2, 3):
+        values, blocks = np.full(mine.shape, value, "f4"), []
+        exchange.to_owners(plan, comm, {mine: values}.__getitem__, lambda *block: blocks.append(block[2].tobytes()))  # noqa: B023
+        values.fill(-1)
+        parallel_assert(len(blocks) == is_last)
+        parallel_assert(all((np.frombuffer(block, "f4") == value).all() for block in blocks))
 
 
 @pytest.mark.parallel([2, 3])

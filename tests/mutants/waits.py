@@ -67,27 +67,35 @@ LOOKED_AT = Stage("tests/optim/test_order_on_device.py", limit_s=120)
 ZERO3 = Stage("tests/optim/test_zero3_on_device.py", modes=("open",))
 MEASURED = Stage("tests/training/test_train.py", "nothing_is_measured", modes=())
 TEXTS = Stage("tests/finetuning/test_grpo.py", modes=(), limit_s=120)
-OWN_STREAM = Stage("tests/system/test_device.py", "stream_of_its_own", ranks="1")
+SAVED = Stage("tests/training/test_train.py", "no_number or signal_to_one_rank", modes=(), limit_s=120)
+OWN_STREAM = Stage("tests/system/test_device.py", "stream_of_its_own or any_stream", ranks="1")
 UPLOAD = Stage("tests/data/test_device_upload.py")
 DAMAGE = Stage("tests/training/test_device_damage.py", ranks="1")
 DECODED = Stage(ORDER.tests, "decoded_as_they_are", ranks="1")
 COPY = Stage("tests/checkpoint/test_background.py", ranks="1")
-EXCHANGE = Stage("tests/checkpoint/test_exchange.py", modes=())
+EXCHANGE = Stage("tests/checkpoint/test_exchange.py", "random_splits or handed_over or under_way", modes=("late",))
+GRID = Stage("tests/collectives/test_device_arrays.py", "bits_are_those and allreduce", "4", limit_s=120)
+TRAVEL = Stage("tests/optim/test_zero3_on_device.py", "travel")
+HIDDEN = Stage("tests/optim/test_buckets.py", "count_as_hidden", modes=())
+AT_HOME = Stage("tests/training/test_offload.py", "at_home", ranks="1")
 STAGES = {  # by file, or by room; the quickest first
     "hpcllm/mpi/message_memory.py": (DECODED, ORDER, LINK, SEGMENTS),
     "hpcllm/pipeline/link.py": (LINK, TRAINING),
     "hpcllm/pipeline/host_activations.py": (OWN_STREAMS, FEW_OFFLOAD, GOES_ON, OFFLOAD),
-    "hpcllm/collectives": (ORDER, ORDER_3, SEGMENTS),
+    "hpcllm/collectives": (ORDER, ORDER_3, SEGMENTS, GRID),
     "hpcllm/codecs/gpu": (DAMAGE,),
     "hpcllm/optim": (LOOKED_AT, CHECKPOINTS),
-    "hpcllm/optim/weights.py": (LOOKED_AT, ZERO3, CHECKPOINTS),
+    "hpcllm/optim/buckets.py": (HIDDEN, LOOKED_AT, CHECKPOINTS),
+    "hpcllm/optim/optimizer.py": (AT_HOME, LOOKED_AT, CHECKPOINTS),
+    "hpcllm/optim/weights.py": (TRAVEL, LOOKED_AT, ZERO3, CHECKPOINTS),
     "hpcllm/optim/host_states.py": (FEW_OFFLOAD, GOES_ON, OFFLOAD),
     "hpcllm/data/loader.py": (UPLOAD,),
     "hpcllm/checkpoint/background.py": (COPY, CHECKPOINTS),
     "hpcllm/checkpoint/exchange.py": (EXCHANGE,),
     "hpcllm/finetuning": (TEXTS,),
     "hpcllm/system": (OWN_STREAM, STREAM),
-    "hpcllm/training": (MEASURED, LOOKED_AT, CHECKPOINTS),
+    "hpcllm/training": (LOOKED_AT, CHECKPOINTS),
+    "hpcllm/training/loop.py": (SAVED, MEASURED, LOOKED_AT, CHECKPOINTS),
 }
 FILES = {
     "mpi": "message_memory",
@@ -97,7 +105,7 @@ FILES = {
     "optim": "host_states weights buckets optimizer",
     "data": "loader",
     "checkpoint": "background exchange",
-    "system": "device_setup",
+    "system": "device",
     "training": "loop step",
     "finetuning": "rollouts",
     "codecs/gpu": "device_codecs",

@@ -125,6 +125,25 @@ def test_sums_are_those_of_one_process_and_the_same_bits_on_every_replica(comm, 
         buckets.worker.close()
 
 
+@pytest.mark.parallel([2, 3])
+def test_sums_that_ended_before_the_passes_did_count_as_hidden(comm):
+    with open_mesh(comm, MeshConfig()) as mesh:
+        model = decoder()
+        buckets = buckets_of(model, mesh, 20_000)
+        worker, hidden_s = buckets.worker, 0.0
+        for step in range(2):
+            buckets.begin(step, exact=False)
+            for m in range(2):
+                loss_of(model, comm.rank, m).backward()
+            for bucket in buckets.buckets:
+                bucket.job.result()
+            buckets.finish()
+            assert worker.hidden_s == pytest.approx(worker.busy_s - worker.exposed_s)
+            assert worker.hidden_s > hidden_s or not worker.threaded
+            hidden_s = worker.hidden_s
+        worker.close()
+
+
 @pytest.mark.parallel([1, 2, 3, 4])
 def test_a_shared_embedding_gets_the_sum_of_both_ends(comm):
     """Stage s brings the constant 10^s on every parameter; only the shared embedding crosses stages."""

@@ -1,6 +1,8 @@
-"""Where MPI reads a device's memory, it sees no address of weights that are freed and taken again."""
+"""Weights that are gathered for their use: MPI sees no address of memory that is freed, nobody a shard that changes."""
 
 from __future__ import annotations
+
+import os
 
 import numpy as np
 import pytest
@@ -45,3 +47,16 @@ def test_messages_never_lie_in_memory_that_is_freed(comm, codec, monkeypatch):
             elastic.clear()
     parallel_assert(seen == {False})
     np.testing.assert_allclose(losses["gpu"], losses["cpu"], rtol=1e-5)
+
+
+@pytest.mark.pretend
+@pytest.mark.parallel([2])
+def test_shards_that_travel_are_not_read_from_a_checkpoint(comm):
+    """A head without an embedding beside it fetches the first block ahead; the fixture no_races asks for the order."""
+    reach = {"gpu_aware": "yes" if os.environ.get("HPCLLM_PRETEND") == "open" else "no"}
+    with open_run(tiny(optimizer={"shard": "all"}, communication=reach), comm) as run:
+        assert isinstance(run.optimizer.weights, Zero3Weights)
+        run.optimizer.weights.gather("blocks.0")
+        for piece in run.optimizer.pieces_to_read():
+            piece.values.zero_()
+        run.optimizer.loaded(0)

@@ -23,6 +23,7 @@ from hpcllm.system.device import (
     local_rank,
     no_device_reason,
     peak_tflops_of_rank,
+    synchronize,
     take_device,
 )
 
@@ -216,3 +217,13 @@ def test_what_is_told_on_a_stream_of_its_own_comes_after_what_was_told_before():
         before.wait_stream(torch.accelerator.current_stream(device))
     finally:
         torch.accelerator.set_stream(before)
+
+
+@pytest.mark.pretend
+@pytest.mark.parallel([1])
+def test_whatever_any_stream_was_told_is_done_once_the_device_is_waited_for():
+    device, home = torch.device("pretend", 0), torch.empty(100, pin_memory=True)
+    with torch.Stream(device):
+        home.copy_(torch.ones(100, device=device), non_blocking=True)
+    synchronize(device)
+    assert home.tolist() == [1.0] * 100  # on its way it would be poison

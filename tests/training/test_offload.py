@@ -132,6 +132,18 @@ def test_memory_is_what_was_predicted(comm, names, compute):
         assert steps[names][STEP] < steps[()][STEP] / 2
 
 
+@pytest.mark.pretend
+@pytest.mark.parallel([1])
+def test_states_are_at_home_when_a_run_is_closed(comm):
+    """Nothing is under way any more; what is would be poison on the host."""
+    with open_run(small_runs.tiny(**wanted({}, "optimizer")), comm) as run:
+        small_runs.run_steps(run, 1)
+        homes = run.optimizer.host_states.homes
+    states = torch.cat([state for share in homes for state in share])
+    assert torch.isfinite(states).all()
+    assert states.any()
+
+
 def test_on_the_cpu_it_is_rejected():
     for table in ("optimizer", "pipeline"):
         config = small_runs.tiny(**{table: {"offload": True}, "run": {"device": "cpu"}})

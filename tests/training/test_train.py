@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,13 @@ import torch
 from mpi4py import MPI
 from small_runs import make_store, with_tables
 
+from hpcllm.checkpoint import background
 from hpcllm.checkpoint.archive import compress
 from hpcllm.checkpoint.diff import difference
 from hpcllm.checkpoint.folder import newest_first
 from hpcllm.checkpoint.reader import Checkpoint
 from hpcllm.collectives import group
+from hpcllm.collectives.worker import can_thread
 from hpcllm.config import schema as configs
 from hpcllm.config.policies import POLICIES
 from hpcllm.config.schema import Config
@@ -217,7 +220,18 @@ def test_a_signal_to_one_rank_stops_all_after_the_step_with_a_checkpoint(comm, s
 @pytest.mark.parallel([1, 2, 3])
 @pytest.mark.parametrize("axis", ["dp", "pp"])
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(comm, store, monkeypatch, axis):
-    steps = []
+    """That of step 5, which is still being written when all have agreed on the loss of step 6."""
+    steps, is_agreed = [], threading.Event()
+
+    def agree(*arguments, agree=train_module.agree):
+        found = agree(*arguments)
+        if len(steps) == 6:
+            is_agreed.set()
+        return found
+
+    def held(*arguments, write=background.write):
+        assert not can_thread() or is_agreed.wait(60)
+        return write(*arguments)
 
     def poison(self, *which, begin=GradientBuckets.begin):
         steps.append(None)
@@ -236,6 +250,8 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(comm, s
         return _Entered(context, run)
 
     monkeypatch.setattr(train_module, "open_run", open_run)
+    monkeypatch.setattr(train_module, "agree", agree)
+    monkeypatch.setattr(background, "write", held)
     monkeypatch.setattr(GradientBuckets, "begin", poison)
     config = run_config(store, mesh={axis: comm.size}, checkpoint={"every_steps": 5})
     with pytest.raises(NonFiniteError, match=rf"step 6: loss nan.* on rank {comm.size - 1} .*step_00000005\.h5"):
