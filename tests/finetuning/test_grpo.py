@@ -18,6 +18,8 @@ from small_runs import dividing
 from hpcllm.errors import MeshError
 from hpcllm.finetuning.grpo import Grpo
 from hpcllm.finetuning.policy_loss import FIGURES, PolicyLoss, advantages
+from hpcllm.finetuning.rollouts import generate
+from hpcllm.inference.complete import make_batch
 from hpcllm.model.loss import IGNORED
 from hpcllm.training.setup import open_run
 
@@ -177,6 +179,27 @@ def test_texts_and_figures_are_those_of_one_process(comm, tables):
     assert found.held_out == pytest.approx(one.held_out)
     parallel_assert(found.figures[0, KL] == 0 or not tables)
     parallel_assert(0 < one.figures[0, LENGTH] <= 8)
+
+
+@pytest.mark.parallel([2])
+def test_weights_have_come_from_the_other_ranks_before_texts_are_written(comm, monkeypatch):
+    """Updates and gathers belong to training: made behind a text they would be made in inference mode."""
+    under_way = []
+
+    def writes(run, *rest):
+        before = len(run.optimizer.weights._gathers)
+
+        def makes(*words):
+            under_way.append((before, len(run.optimizer.weights._gathers)))
+            return make_batch(*words)
+
+        monkeypatch.setattr("hpcllm.finetuning.rollouts.make_batch", makes)
+        return generate(run, *rest)
+
+    monkeypatch.setattr("hpcllm.finetuning.grpo.generate", writes)
+    train_grpo(grpo(run={"steps": 3}, optimizer={"shard": "states"}), comm, by_length)
+    parallel_assert(any(before for before, _ in under_way), "no gather is under way at the end of a step")
+    parallel_assert(not any(after for _, after in under_way))
 
 
 @pytest.mark.parallel([1, 2, 3])
