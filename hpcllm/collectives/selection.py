@@ -151,8 +151,13 @@ def codec_by_rule(operation: str, x: Values, shape: Shape, wire_gb_s: float | No
 
 
 def _by_rule_s(operation: str, x: Values, shape: Shape, rates: Rates) -> float:
-    """Seconds of the algorithm that the rule takes between nodes."""
+    """Seconds of the algorithm that the rule takes between nodes.
+
+    Two ranks that exchange whole arrays move what a ring moves, and take it for its messages, which cost nothing here.
+    """
     algorithm = by_rule(operation, x, shape, may_block=False)  # by messages of ours, which cost.py knows by their bytes
+    if algorithm == "recursive_doubling" and not x.small:
+        algorithm = "ring"
     return cost_s(operation, algorithm, x.size_bytes, rates.codings[x.codec, x.dtype], shape, rates)
 
 

@@ -375,7 +375,9 @@ def test_two_ranks_exchange_what_a_ring_would_send_in_two_turns():
         expected = "recursive_doubling" if size_bytes <= EXCHANGED_BYTES else "ring"
         assert by_rule("allreduce", x, Shape(2, 2), may_block=False) == expected
         assert by_rule("allreduce", x, Shape(3, 3), may_block=False) in ("ring", "rabenseifner")
-        assert by_rule("allreduce", replace(x, codec="exp"), Shape(2, 2), may_block=False) == "two_step"
+        coded = replace(x, codec="exp")
+        assert by_rule("allreduce", coded, Shape(2, 2), may_block=False) == "two_step"
+        assert codec_by_rule("allreduce", coded, Shape(2, 2), WIRE_GB_S) == "raw"  # at the border as behind it
 
 
 @pytest.mark.parametrize(
