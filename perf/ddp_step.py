@@ -35,6 +35,8 @@ from typing import Any
 
 from peer_runs import CLUSTER, OF_30M, Ranks, common_keys, our_run, peer_run, prepared, ratio_text
 
+from hpcllm.system.text import counted
+
 HERE = Path(__file__).resolve().parent
 WARM_UP_STEPS = 5
 SIZES: dict[str, tuple[int, dict[str, Any]]] = {  # tokens a rank and step, what the model has other than the run file
@@ -124,7 +126,10 @@ def write(turns: list[dict[str, Any]]) -> None:
         mine = [turn for turn in turns if turn["model"] == model]
         count = sum(turn["variant"] == ALONE for turn in mine)
         steps = len(mine[0]["seconds"])
-        parts += [f"### {model}, {SIZES[model][0]} tokens a rank and step, {count} turns of {steps} steps", table(mine)]
+        parts += [
+            f"### {model}, {SIZES[model][0]} tokens a rank and step, {counted(count, 'turn')} of {steps} steps",
+            table(mine),
+        ]
     text = "\n\n".join(parts) + "\n"
     (HERE / "ddp_step.md").write_text(text, encoding="utf-8")
     print(text, end="")

@@ -65,7 +65,7 @@ def rank_program(peer: str | None, settings: list[str], steps: int) -> None:
     before, tensors = resident_bytes("VmRSS"), {}
     if peer is not None:
         run = plain_torch.plain_loop(RUN_FILE, settings, steps, peer)
-        seconds, loss = run.seconds, run.loss
+        seconds, loss = run.seconds, run.losses[-1]
     else:
         config = configs.load(RUN_FILE, settings)
         with StopSignals() as signals:

@@ -54,6 +54,7 @@ from hpcllm.mpi.stuck_calls import watch_calls
 from hpcllm.mpi.wait import Waits, job_waits
 from hpcllm.perf.arguments import parse_sizes
 from hpcllm.perf.records import size_text
+from hpcllm.system.hardware.node import busy_s
 from hpcllm.system.text import counted
 
 OPERATIONS = ("allreduce", "reduce_scatter", "allgather", "alltoall", "broadcast")
@@ -62,6 +63,7 @@ FLOAT_BYTES = 4
 JUDGED_FROM_BYTES = 256 << 10
 LEAST_RATIO = 0.95
 DRAWS = 1000
+ALL_CORES = range(os.cpu_count() or 1)  # of the machine, whichever of them this process may run on
 Call = Callable[[], object]
 
 
@@ -194,12 +196,6 @@ def ratio_interval(theirs_s: np.ndarray, ours_s: np.ndarray) -> tuple[float, flo
     return float(np.median(theirs_s) / np.median(ours_s)), float(least), float(most)
 
 
-def busy_s() -> float:
-    """Seconds that all cores of this machine were busy since its start."""
-    ticks = [int(word) for word in Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]]
-    return (sum(ticks[:8]) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
-
-
 def library_name() -> str:
     name, version = MPI.get_vendor()
     return f"{name} {'.'.join(map(str, version))}"
@@ -223,9 +219,9 @@ def _measure_once(
     calls: dict[str, Call], arrays: Arrays, codec: str, options: argparse.Namespace, rounds: int, repeated: bool
 ) -> Cell:
     group = arrays.group
-    start_s, busy, own = time.perf_counter(), busy_s(), time.process_time()
+    start_s, busy, own = time.perf_counter(), busy_s(ALL_CORES), time.process_time()
     seconds = timed([*calls.values()], arrays, rounds, warmup=3 if rounds > options.least_rounds else 0)
-    passed_s, busy = time.perf_counter() - start_s, busy_s() - busy
+    passed_s, busy = time.perf_counter() - start_s, busy_s(ALL_CORES) - busy
     own = group.comm.allreduce(time.process_time() - own)
     ratio, least, most = ratio_interval(seconds[:, 0], seconds[:, 1])
     medians = dict(zip(calls, map(float, np.median(seconds, axis=0)), strict=True))
@@ -236,7 +232,7 @@ def _measure_once(
         group.size, group.nodes, options.link, "block" if options.stall_s is None else f"{options.stall_s:g} s",
         options.tuning is not None, chosen(arrays, codec), rounds, medians["library"], medians["auto"],
         medians.get("gloo"), medians.get("copy"), ratio, least, most,
-        max(0.0, busy - own) / (passed_s * (os.cpu_count() or 1)), repeated,
+        max(0.0, busy - own) / (passed_s * len(ALL_CORES)), repeated,
     )  # fmt: skip
 
 

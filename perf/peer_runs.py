@@ -3,7 +3,7 @@
     our_run    python -m hpcllm train                               the step records of its own log
     peer_run   python perf/plain_torch.py, by hook                  the same of what its loop says
 
-Both train the preset of tiny.toml with the same keys, on one thread a rank. A peer's glibc can be told to keep memory
+Both train the preset of tiny.toml with the same keys. A peer's glibc can be told to keep memory
 between calls, as our ranks tell it by themselves. Scripts that compare import this; it measures nothing by itself.
 """
 
@@ -39,6 +39,7 @@ class Ranks:
     count: int
     on_cluster: bool
     folders: Sequence[str] = ()  # to import from, beside ours
+    threads: int = 1  # of each rank
 
     def run(self, command: Sequence[str], variables: Mapping[str, str] | None = None) -> str:
         """Return what the command prints; end this program if it fails."""
@@ -47,7 +48,7 @@ class Ranks:
             **os.environ,
             **(MEETING_PLACE if self.on_cluster else {}),
             **(variables or {}),
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": str(self.threads),
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # not that the hosts have no name server
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }

@@ -41,6 +41,7 @@ from typing import Any
 from peer_runs import CLUSTER, OF_30M, Ranks, common_keys, our_run, peer_run, prepared, ratio_text
 
 from hpcllm.system.hardware.node import allowed_cores, busy_s
+from hpcllm.system.text import counted
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "peer_steps.json"
@@ -204,7 +205,8 @@ def page(turns: Sequence[Turn]) -> str:
         where = "one node" if place == "node" else f"two hosts, links of {place}"
         head = f"### {model}, {where}: {SIZES[model][0][place]} tokens a rank and step"
         others = max(turn["others_share"] for turn in mine)
-        conditions = f"{count} turns of {len(mine[0]['seconds'])} steps, {mine[0]['mpi']}, {mine[0]['cores']} cores, "
+        conditions = f"{counted(count, 'turn')} of {counted(len(mine[0]['seconds']), 'step')}, {mine[0]['mpi']}, "
+        conditions += f"{counted(mine[0]['cores'], 'core')}, "
         conditions += f"of which other programs took {others:.1%} at most."
         parts += [head, conditions, table(mine)]
     return "\n\n".join(parts) + "\n"

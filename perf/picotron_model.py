@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch_parallel import Peer, clip_shards, clip_whole, open_gloo
 
+from hpcllm.checkpoint.huggingface.architectures import write_llama
 from hpcllm.config.schema import ModelConfig
 from hpcllm.model.transformer import Decoder
 
@@ -78,20 +79,10 @@ def _prepare_imports() -> None:
 
 
 def _config(model: ModelConfig, sequence_length: int) -> SimpleNamespace:
-    """The names of transformers' LlamaConfig."""
+    """The keys of a llama's config.json, as transformers and picotron name them."""
     assert (model.norm, model.activation, model.positions, model.biases) == ("rmsnorm", "swiglu", "rotary", "none")
     assert not model.tied, "picotron has a table for the embedding and one for the head"
-    return SimpleNamespace(
-        hidden_size=model.hidden,
-        intermediate_size=model.ffn,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.key_value_heads,
-        vocab_size=model.vocabulary,
-        max_position_embeddings=sequence_length,
-        rms_norm_eps=model.norm_epsilon,
-        rope_theta=model.rope_theta,
-    )
+    return SimpleNamespace(**(write_llama(model) | {"max_position_embeddings": sequence_length}))
 
 
 @torch.no_grad()

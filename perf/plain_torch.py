@@ -60,17 +60,15 @@ PEERS: dict[str, Callable[[Decoder, Config], Peer]] = {  # by hook; described wh
 @dataclass
 class PlainRun:
     seconds: list[float]  # of each step
-    loss: float  # of the last step, this replica's
     losses: list[float]  # of each step, this replica's
 
 
 def plain_loop(run_file: Path, settings: Sequence[str], steps: int, hook: str = "") -> PlainRun:
     """Train from initial weights. settings: as --set takes them. Collective over the world with a hook."""
-    run = PlainRun([], 0.0, [])
+    run = PlainRun([], [])
     for seconds, loss in plain_steps(run_file, settings, steps, hook):
         run.seconds.append(seconds)
         run.losses.append(loss)
-        run.loss = loss
     return run
 
 

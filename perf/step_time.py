@@ -13,55 +13,35 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
+from typing import Any
+
+from peer_runs import Ranks, our_run, peer_run
 
 HERE = Path(__file__).resolve().parent
-RUN_FILE = HERE.parent / "jobscripts" / "local" / "tiny.toml"
-LAUNCH = RUN_FILE.parent / "mpirun.sh"
 WARM_UP_STEPS = 5
-VARIANTS = {  # name -> (ranks, threads a rank, overrides); None: the plain loop
+VARIANTS: dict[str, tuple[int, int, dict[str, Any] | None]] = {  # ranks, threads a rank, keys; None: the plain loop
     "plain PyTorch loop, 1 thread": (1, 1, None),
-    "one rank, 1 thread": (1, 1, ["mesh.pp=1", "pipeline.microbatches=1"]),
-    "dp=2, 1 thread a rank": (2, 1, ["mesh.pp=1", "pipeline.microbatches=1"]),
-    "pp=2, 4 microbatches": (2, 1, ["mesh.pp=2", "pipeline.microbatches=4"]),
-    "pp=2, 8 microbatches": (2, 1, ["mesh.pp=2", "pipeline.microbatches=8"]),
-    "dp=2 x pp=2, 4 ranks, 4 microbatches": (4, 1, ["mesh.pp=2", "pipeline.microbatches=4"]),
+    "one rank, 1 thread": (1, 1, {"mesh.pp": 1, "pipeline.microbatches": 1}),
+    "dp=2, 1 thread a rank": (2, 1, {"mesh.pp": 1, "pipeline.microbatches": 1}),
+    "pp=2, 4 microbatches": (2, 1, {"mesh.pp": 2, "pipeline.microbatches": 4}),
+    "pp=2, 8 microbatches": (2, 1, {"mesh.pp": 2, "pipeline.microbatches": 8}),
+    "dp=2 x pp=2, 4 ranks, 4 microbatches": (4, 1, {"mesh.pp": 2, "pipeline.microbatches": 4}),
     "plain PyTorch loop, 2 threads": (1, 2, None),
-    "one rank, 2 threads": (1, 2, ["mesh.pp=1", "pipeline.microbatches=1"]),
+    "one rank, 2 threads": (1, 2, {"mesh.pp": 1, "pipeline.microbatches": 1}),
 }
 
 
-def our_loop(store: str, steps: int, ranks: int, overrides: list[str], environment: dict[str, str]) -> list[float]:
-    """Seconds of each step as the run's own log says."""
-    with tempfile.TemporaryDirectory() as folder:
-        overrides = [
-            *overrides,
-            f"run.folder={json.dumps(folder)}",
-            f"run.steps={steps}",
-            f"data.store={json.dumps(store)}",
-            "data.validation_sequences=32",
-            "log.every_steps=1",
-            "log.trackers=[]",
-            "checkpoint.every_steps=0",
-        ]
-        command = ["python", "-m", "hpcllm", "train", str(RUN_FILE), *(f"--set={o}" for o in overrides)]
-        subprocess.run(
-            ["bash", str(LAUNCH), str(ranks), *command], check=True, env=environment, stdout=subprocess.DEVNULL
-        )
-        lines = (Path(folder) / "tiny" / "log.jsonl").read_text().splitlines()
-    return [record["step_s"] for record in map(json.loads, lines) if "step_s" in record]
-
-
 def turn(name: str, store: str, steps: int) -> list[float]:
-    ranks, threads, overrides = VARIANTS[name]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    if overrides is not None:
-        return our_loop(store, steps, ranks, overrides, environment)
-    command = [sys.executable, __file__, store, "--plain", "--steps", str(steps)]
-    return json.loads(subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout)
+    """Seconds of each step."""
+    count, threads, keys = VARIANTS[name]
+    ranks, common = Ranks(count, on_cluster=False, threads=threads), {"data.store": store}
+    if keys is None:
+        run = peer_run(ranks, "", common, steps, keeps_memory=False)
+    else:
+        run = our_run(ranks, common | keys, steps)
+    return [step["step_s"] for step in run]
 
 
 def table(results: dict[str, list[float]]) -> str:
@@ -79,14 +59,7 @@ def main() -> None:
     parser.add_argument("store")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.plain:
-        from plain_torch import plain_loop
-
-        store = f"data.store={json.dumps(arguments.store)}"
-        print(json.dumps(plain_loop(RUN_FILE, [store], arguments.steps).seconds))
-        return
     results: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for repeat in range(arguments.repeats):
         for name in VARIANTS:

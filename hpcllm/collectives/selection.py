@@ -43,12 +43,10 @@ SMALL_BYTES = 64 << 10  # up to here latency decides, and the library's is the l
 # up to here the library's blocking call was the fastest on a node, or as fast: MPICH and Open MPI on 2 cores, private
 # arrays of 2 ranks, of 3 and 4, and shared ones of 2
 LIBRARY_BYTES = {"allreduce": 4 << 20, "reduce_scatter": 2 << 20, "allgather": 4 << 20}
-LIBRARY_BYTES_CROWDED = {"allreduce": 4 << 20, "reduce_scatter": 4 << 20, "allgather": 4 << 20}
+LIBRARY_BYTES_CROWDED = LIBRARY_BYTES | {"reduce_scatter": 4 << 20}
 LIBRARY_BYTES_SHARED = {"allreduce": 256 << 10, "reduce_scatter": 512 << 10, "allgather": 1 << 20}
-LIBRARY_BYTES_BETWEEN, LIBRARY_BYTES_OF_TWO = (
-    1 << 20,
-    8 << 20,
-)  # as those, of sums between nodes, and of two ranks there
+LIBRARY_BYTES_BETWEEN = 1 << 20  # as those, of sums between nodes: _library_bytes_between says which
+LIBRARY_BYTES_OF_TWO = 8 << 20  # of an allreduce between two ranks there
 EXCHANGED_BYTES = 4 << 20  # between two ranks: as many bytes as a ring sends, in one exchange and not two
 # between nodes a codec is taken from here for each rank, of up to so many ranks: an array is cut for all, and of less,
 # messages and turns of the codec decide
@@ -151,12 +149,12 @@ def codec_by_rule(operation: str, x: Values, shape: Shape, wire_gb_s: float | No
 
 
 def _by_rule_s(operation: str, x: Values, shape: Shape, rates: Rates) -> float:
-    """Seconds of the algorithm that the rule takes between nodes.
+    """Seconds of the algorithm that the rule takes between nodes; of a ring where two ranks exchange whole arrays.
 
-    Two ranks that exchange whole arrays move what a ring moves, and take it for its messages, which cost nothing here.
+    Those move as many bytes, and are taken for their messages, which cost nothing here.
     """
     algorithm = by_rule(operation, x, shape, may_block=False)  # by messages of ours, which cost.py knows by their bytes
-    if algorithm == "recursive_doubling" and not x.small:
+    if algorithm == "recursive_doubling":
         algorithm = "ring"
     return cost_s(operation, algorithm, x.size_bytes, rates.codings[x.codec, x.dtype], shape, rates)
 

@@ -9,6 +9,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+from mpi4py import MPI
 
 from hpcllm.checkpoint import background
 from hpcllm.checkpoint.background import Background, LocalSlabs
@@ -58,11 +59,11 @@ def test_the_computation_does_not_wait_for_the_copy_until_an_update(begun):
 
 
 @pytest.mark.pretend
-@pytest.mark.parallel([1])
+@pytest.mark.parallel([1, 2])
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_a_file_has_what_the_device_had_computed_by_then(comm, tmp_path, goes_on):
+def test_a_file_has_what_the_device_had_computed_by_then(tmp_path, goes_on):
     """From a copy or from the memory itself; the thread's own stream knows nothing of the computation's."""
-    behind = Background(comm, CheckpointConfig(), lambda: None, lambda: "")
+    behind = Background(MPI.COMM_SELF, CheckpointConfig(), lambda: None, lambda: "")
     with torch.Stream(torch.device("pretend", 0)):
         behind.begin(1, tmp_path / "a.h5", slabs("pretend"), {}, goes_on)
     behind.finish()

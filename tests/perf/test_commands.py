@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -12,19 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+from own_jobs import environment
 
 from hpcllm.perf.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
 HEAVY = {"torch", "mpi4py", "numpy", "matplotlib", "numba", "tqdm"}
 LIMIT_S = 100.0
-
-
-def environment() -> dict[str, str]:
-    """Without what this process's own MPI has left in it; root may start jobs."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PMIX_", "PRTE_", "PMI_", "OMPI_COMM_"))}
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return kept | allowed | {"PYTHONPATH": str(ROOT)}
 
 
 def run(*words: str, cwd: Path = ROOT, python: tuple[str, ...] = (), launcher: tuple[str, ...] = ()):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from own_jobs import environment
 
 ROOT = Path(__file__).parents[2]
 PERF = ROOT / "perf"
@@ -100,13 +101,11 @@ def test_every_peer_of_pytorch_trains_what_one_rank_trains():
         "optimizer.clip_norm": 0.5,
     }
     settings = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PMIX_", "PRTE_", "PMI_", "OMPI_COMM_"))}
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
     run_file = ROOT / "jobscripts" / "local" / "tiny.toml"
     command = [sys.executable, "-c", STEPS_OF_ALL, str(run_file), ",".join(SHARDING), *settings]
     done = subprocess.run(
         ["bash", str(ROOT / "jobscripts" / "local" / "mpirun.sh"), "2", *command],
-        env=kept | allowed | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(PERF)])},
+        env=environment() | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(PERF)])},
         capture_output=True,
         text=True,
         timeout=100,

@@ -204,7 +204,7 @@ def test_a_checksum_sees_every_bit_and_every_place(dtype, shape, monkeypatch):
 
 
 @pytest.mark.pretend
-@pytest.mark.parallel([1])
+@pytest.mark.parallel([1, 2])
 def test_what_is_told_on_a_stream_of_its_own_comes_after_what_was_told_before():
     """The fixture no_races asks for the order."""
     device = torch.device("pretend", 0)
@@ -220,7 +220,7 @@ def test_what_is_told_on_a_stream_of_its_own_comes_after_what_was_told_before():
 
 
 @pytest.mark.pretend
-@pytest.mark.parallel([1])
+@pytest.mark.parallel([1, 2])
 def test_whatever_any_stream_was_told_is_done_once_the_device_is_waited_for():
     device, home = torch.device("pretend", 0), torch.empty(100, pin_memory=True)
     with torch.Stream(device):

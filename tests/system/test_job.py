@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from own_jobs import environment
 
 from hpcllm.system import job as job_module
 from hpcllm.system.job import StopSignals, run_job
@@ -38,13 +39,6 @@ def launcher(ranks: int) -> list[str]:
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=LIMIT_S).stdout
     spread = ["--map-by", ":OVERSUBSCRIBE"] if "Open MPI" in version or "prte" in version.lower() else []
     return [mpirun, *spread, "-n", str(ranks)]
-
-
-def environment() -> dict[str, str]:
-    """Without what this process's own MPI has left in it; root may start jobs."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PMIX_", "PRTE_", "PMI_", "OMPI_COMM_"))}
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {"PYTHONPATH": str(ROOT)} | kept | allowed
 
 
 def run_script(script: str, ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -133,7 +133,7 @@ def test_memory_is_what_was_predicted(comm, names, compute):
 
 
 @pytest.mark.pretend
-@pytest.mark.parallel([1])
+@pytest.mark.parallel([1, 2])
 def test_states_are_at_home_when_a_run_is_closed(comm):
     """Nothing is under way any more; what is would be poison on the host."""
     with open_run(small_runs.tiny(**wanted({}, "optimizer")), comm) as run:
