@@ -31,7 +31,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hpcllm.codecs.names import parse_name
-from hpcllm.collectives.assumed_rates import assumed_rates
+from hpcllm.collectives.assumed_rates import WIRE_GB_S, assumed_rates
 from hpcllm.collectives.cost import COSTS, cost_s, message_cost_s
 from hpcllm.collectives.strips import takes_grid
 from hpcllm.collectives.tuning import VALUE_BITS, Coding, Rates, Shape, Tuning
@@ -49,8 +49,9 @@ LIBRARY_BYTES_BETWEEN = 1 << 20  # as those, of sums between nodes: _library_byt
 LIBRARY_BYTES_OF_TWO = 8 << 20  # of an allreduce between two ranks there
 EXCHANGED_BYTES = 4 << 20  # between two ranks: as many bytes as a ring sends, in one exchange and not two
 # between nodes a codec is taken from here for each rank, of up to so many ranks: an array is cut for all, and of less,
-# messages and turns of the codec decide
+# messages and turns of the codec decide; they do, too, of what a wire brings sooner than in RAW_S: 256 KiB at 1 Gbit/s
 CODEC_BYTES_A_RANK, MOST_CODEC_RANKS = 128 << 10, 16
+RAW_S = 2e-3
 LONG_CHUNK_BYTES = 32 << 10  # a ring sends 2 (ranks - 1) chunks one after another: worth it from here
 LEAST_GAIN = 1.05  # less is not worth a codec's error, nor the prediction's
 LARGEST_COUNT = 2**31 - 1  # of most MPI libraries
@@ -125,21 +126,25 @@ def by_rule(operation: str, x: Values, shape: Shape, may_block: bool, has_shared
     return "bruck" if x.small else "ring"
 
 
-def codec_bytes(ranks: int) -> int:
-    """The least array between nodes that a codec is run on where no rates were measured."""
-    return CODEC_BYTES_A_RANK * min(ranks, MOST_CODEC_RANKS)
+def codec_bytes(ranks: int, wire_gb_s: float | None, on_cpu: bool = True) -> int:
+    """The least array between nodes that a codec is run on where no rates were measured.
+
+    wire_gb_s: each way of a node; None: not known. On a device it does not count: its copies and launches are others.
+    """
+    of_ranks = CODEC_BYTES_A_RANK * min(ranks, MOST_CODEC_RANKS)
+    return max(of_ranks, int(RAW_S * 1e9 * (wire_gb_s or WIRE_GB_S))) if on_cpu else of_ranks
 
 
 def codec_by_rule(operation: str, x: Values, shape: Shape, wire_gb_s: float | None) -> str:
     """The codec for x where no rates were measured: the one that was asked for, but raw where that is faster.
 
     wire_gb_s: each way of a node; None: not known. Inside a node it is what was asked for at any size, although raw is
-    faster there: a policy would do nothing on one machine, where it is tried out. On a device it is from
-    codec_bytes up: its codecs are many times as fast as a core's.
+    faster there: a policy would do nothing on one machine, where it is tried out. On a device size alone
+    decides: its codecs are many times as fast as a core's.
     """
     if x.raw or shape.nodes == 1:
         return x.codec
-    if x.size_bytes < codec_bytes(shape.ranks):
+    if x.size_bytes < codec_bytes(shape.ranks, wire_gb_s, x.on_cpu):
         return "raw"
     if not x.on_cpu:
         return x.codec
@@ -250,7 +255,7 @@ def link_codec(
     size_bytes = n * VALUE_BITS[dtype] // 8
     if name == "raw" or (tuning is None and same_node):
         return name
-    if tuning is None and size_bytes < codec_bytes(2):
+    if tuning is None and size_bytes < codec_bytes(2, wire_gb_s):
         return "raw"
     rates = tuning.rates if tuning else assumed_rates(name, dtype, wire_gb_s)
     raw, coding = find_coding("raw", dtype, rates), find_coding(name, dtype, rates)
