@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable
 
 from hpcllm.collectives.strips import LEAST_VALUES, STREAM_VALUES, STREAMED, TURN_VALUES, Grid, takes_grid
-from hpcllm.collectives.tuning import Coding, Rates, Shape
+from hpcllm.collectives.tuning import Coding, LibraryCall, Rates, Shape
 
 SEGMENT_BYTES = 1 << 20  # of values: what the algorithms encode and send at once
 STRIP_BYTES = 4 * TURN_VALUES
@@ -333,11 +333,12 @@ def _ring_broadcast(size: float, coding: Coding, shape: Shape, rates: Rates) -> 
 
 
 def _native(operation: str) -> Formula:
-    """The library: measured as one link, small messages in log2(ranks) rounds, long ones at the bound's volume."""
+    """The library, as measured: small messages in log2(ranks) rounds, long ones at the bound's volume."""
 
     def formula(size: float, _: Coding, shape: Shape, rates: Rates) -> float:
-        link = rates.library.get(operation, rates.far if shape.nodes > 1 else rates.near)
-        return _rounds(shape) * link.latency_s + link.carry_s(VOLUMES[operation](size, shape))
+        link = rates.far if shape.nodes > 1 else rates.near
+        call = rates.library.get(operation, LibraryCall(link.latency_s, link.bandwidth_gb_s))
+        return _rounds(shape) * call.latency_s + call.carry_s(VOLUMES[operation](size, shape), size)
 
     return formula
 

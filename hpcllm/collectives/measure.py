@@ -3,7 +3,7 @@
     near   every rank  -> the next one of its node, all at once         latency, start of a message, GB/s
     far    every place -> the same place of the next node, all at once  of a node: its ranks share the link
     core   copy, decode, add; encode and decode of each codec           all ranks at once, as in a collective
-    window, library    a node's sum in shared memory, the library's own collectives, short and long: as a link each
+    window, library    a node's sum in shared memory as a link; the library's own collectives, of four lengths
 
 A sample is a loop of at least SAMPLE_S; a number is the median of a rank's samples, then the slowest rank's. Loops are
 as long on every rank, and every rank takes part in every measurement, so nobody waits for long.
@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from hpcllm.codecs.catalogue import find_codec
 from hpcllm.collectives import operations
 from hpcllm.collectives.cost import COSTS, VOLUMES, window_bytes
 from hpcllm.collectives.group import Group, group_of
-from hpcllm.collectives.tuning import Coding, Link, Rates
+from hpcllm.collectives.tuning import LIBRARY_SIZES, Coding, LibraryCall, Link, Rates
 from hpcllm.collectives.wire import Wire
 
 CODECS = ("bf16", "int8:256", "exp")  # what runs use most; each takes its kernels a second to compile at first
@@ -35,7 +36,8 @@ SAMPLE_S = 2e-3
 BUDGET_S = 40e-3  # for the samples of one number
 SEGMENT_BYTES = 1 << 20
 BURST = 16  # messages started together, to see what starting one costs
-LONG_BYTES = 4 << 20  # of a library call whose bandwidth is taken
+LONG_BYTES = 4 << 20  # of a sum through the window whose bandwidth is taken
+LIBRARY_VALUES = [size_bytes // 4 for size_bytes in LIBRARY_SIZES]
 BEYOND_CACHES_BYTES = 32 << 20
 DIGITS = 4
 
@@ -181,17 +183,19 @@ def _coding(clock: Clock, name: str, dtype: str) -> Coding:
     )
 
 
-def _library(clock: Clock, call_s: float) -> dict[str, Link]:
-    """The latency and the bandwidth with which cost.py's formula for `native` meets the measured times."""
+def _library(clock: Clock, call_s: float) -> dict[str, LibraryCall]:
+    """The latency and the bandwidths with which cost.py's formula for `native` meets the measured times."""
     shape = clock.group.shape
     rounds = (shape.ranks - 1).bit_length()
-    links = {}
+    calls = {}
     for operation in COSTS:
-        short_s, long_s = (clock.seconds(_native(operation, clock.group, n)) for n in (shape.ranks, LONG_BYTES // 4))
-        latency_s = max(short_s - call_s, 1e-7) / rounds
-        volume = VOLUMES[operation](LONG_BYTES // 4 // shape.ranks * shape.ranks * 4, shape)
-        links[operation] = Link(latency_s, volume / max(long_s - call_s - rounds * latency_s, 1e-9) / 1e9)
-    return links
+        least_s, *times_s = (clock.seconds(_native(operation, clock.group, n)) for n in (shape.ranks, *LIBRARY_VALUES))
+        latency_s = max(least_s - call_s, 1e-7) / rounds
+        carried_s = [max(time_s - call_s - rounds * latency_s, 1e-9) for time_s in accumulate(times_s, max)]
+        crossing = [VOLUMES[operation](n // shape.ranks * shape.ranks * 4, shape) for n in LIBRARY_VALUES]
+        short, medium, long = (size / each_s / 1e9 for size, each_s in zip(crossing, carried_s, strict=True))
+        calls[operation] = LibraryCall(latency_s, long, short, medium)
+    return calls
 
 
 def _native(operation: str, group: Group, n: int) -> Callable[[], object]:

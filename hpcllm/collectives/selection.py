@@ -20,8 +20,10 @@ limit, or short ones of the foreground (mpi/wait.py).
 
 With measured rates, by cost.py:
 
-    candidates: algorithms that carry the codec and sum the dtype   ->   seconds of each   ->   least
-    a codec:    the least with it against the least raw             ->   with it only if 5 % faster
+    candidates: algorithms that carry the codec and sum the dtype   ->   seconds of each   ->   least; the library's
+                                                                         if that is not 25 % faster
+    a codec:    the least with it against the least raw             ->   with it only if 5 % faster; between nodes from
+                                                                         codec_bytes on
     a codec that was not measured                                   ->   raw: it may be slower than any link
 """
 
@@ -43,8 +45,8 @@ SMALL_BYTES = 64 << 10  # up to here latency decides, and the library's is the l
 # up to here the library's blocking call was the fastest on a node, or as fast: MPICH and Open MPI on 2 cores, private
 # arrays of 2 ranks, of 3 and 4, and shared ones of 2
 LIBRARY_BYTES = {"allreduce": 4 << 20, "reduce_scatter": 2 << 20, "allgather": 4 << 20}
-LIBRARY_BYTES_CROWDED = LIBRARY_BYTES | {"reduce_scatter": 4 << 20}
-LIBRARY_BYTES_SHARED = {"allreduce": 256 << 10, "reduce_scatter": 512 << 10, "allgather": 1 << 20}
+LIBRARY_BYTES_CROWDED = LIBRARY_BYTES | {"reduce_scatter": 4 << 20, "allgather": 1 << 62}  # MPICH's: at all sizes
+LIBRARY_BYTES_SHARED = {"allreduce": 256 << 10, "reduce_scatter": 512 << 10, "allgather": 4 << 20}
 LIBRARY_BYTES_BETWEEN = 1 << 20  # as those, of sums between nodes: _library_bytes_between says which
 LIBRARY_BYTES_OF_TWO = 8 << 20  # of an allreduce between two ranks there
 EXCHANGED_BYTES = 4 << 20  # between two ranks: as many bytes as a ring sends, in one exchange and not two
@@ -53,7 +55,8 @@ EXCHANGED_BYTES = 4 << 20  # between two ranks: as many bytes as a ring sends, i
 CODEC_BYTES_A_RANK, MOST_CODEC_RANKS = 128 << 10, 16
 RAW_S = 2e-3
 LONG_CHUNK_BYTES = 32 << 10  # a ring sends 2 (ranks - 1) chunks one after another: worth it from here
-LEAST_GAIN = 1.05  # less is not worth a codec's error, nor the prediction's
+LEAST_GAIN = 1.05  # less is not worth a codec's error
+LEAST_GAIN_OVER_LIBRARY = 1.25  # of the same values: the library's time was measured, ours is composed of rates
 LARGEST_COUNT = 2**31 - 1  # of most MPI libraries
 # algorithms that round a partial sum at each of up to 2 (ranks - 1) hops: never with a lossy codec or 16-bit values
 ROUNDS_EACH_HOP = ("ring", "rabenseifner")
@@ -126,13 +129,13 @@ def by_rule(operation: str, x: Values, shape: Shape, may_block: bool, has_shared
     return "bruck" if x.small else "ring"
 
 
-def codec_bytes(ranks: int, wire_gb_s: float | None, on_cpu: bool = True) -> int:
-    """The least array between nodes that a codec is run on where no rates were measured.
+def codec_bytes(ranks: int, wire_gb_s: float | None) -> int:
+    """The least array between nodes that a codec is run on.
 
-    wire_gb_s: each way of a node; None: not known. On a device it does not count: its copies and launches are others.
+    wire_gb_s: each way of a node; None: not known; 0: no matter, as for arrays on a device and with measured rates.
     """
-    of_ranks = CODEC_BYTES_A_RANK * min(ranks, MOST_CODEC_RANKS)
-    return max(of_ranks, int(RAW_S * 1e9 * (wire_gb_s or WIRE_GB_S))) if on_cpu else of_ranks
+    wire_gb_s = WIRE_GB_S if wire_gb_s is None else wire_gb_s
+    return max(CODEC_BYTES_A_RANK * min(ranks, MOST_CODEC_RANKS), int(RAW_S * 1e9 * wire_gb_s))
 
 
 def codec_by_rule(operation: str, x: Values, shape: Shape, wire_gb_s: float | None) -> str:
@@ -144,7 +147,7 @@ def codec_by_rule(operation: str, x: Values, shape: Shape, wire_gb_s: float | No
     """
     if x.raw or shape.nodes == 1:
         return x.codec
-    if x.size_bytes < codec_bytes(shape.ranks, wire_gb_s, x.on_cpu):
+    if x.size_bytes < codec_bytes(shape.ranks, wire_gb_s if x.on_cpu else 0.0):
         return "raw"
     if not x.on_cpu:
         return x.codec
@@ -233,6 +236,8 @@ def choose(operation: str, size_bytes: int, codec: str, dtype: str, shape: Shape
     coding = find_coding(codec, dtype, rates)
     if coding is None:
         return Choice(plain, "raw", plain_s, f"{codec} was not measured")
+    if shape.nodes > 1 and size_bytes < codec_bytes(shape.ranks, 0.0):
+        return Choice(plain, "raw", plain_s, f"too short for {codec}")
     coded_s, coded = _cheapest(operation, size_bytes, coding, codec, dtype, shape, rates)
     if plain_s < LEAST_GAIN * coded_s:
         return Choice(plain, "raw", plain_s, f"{codec} rejected: {_times(plain_s, coded_s)}")
@@ -255,7 +260,7 @@ def link_codec(
     size_bytes = n * VALUE_BITS[dtype] // 8
     if name == "raw" or (tuning is None and same_node):
         return name
-    if tuning is None and size_bytes < codec_bytes(2, wire_gb_s):
+    if size_bytes < codec_bytes(2, 0.0 if tuning else wire_gb_s):
         return "raw"
     rates = tuning.rates if tuning else assumed_rates(name, dtype, wire_gb_s)
     raw, coding = find_coding("raw", dtype, rates), find_coding(name, dtype, rates)
@@ -284,7 +289,7 @@ def _cheapest(
     names = candidates(operation, codec, dtype, shape, size_bytes // (VALUE_BITS.get(dtype, 8) // 8))
     costs = {name: cost_s(operation, name, size_bytes, coding, shape, rates) for name in names}
     least = min(costs, key=costs.__getitem__)
-    if "native" in costs and costs["native"] < LEAST_GAIN * costs[least]:
+    if "native" in costs and costs["native"] < LEAST_GAIN_OVER_LIBRARY * costs[least]:
         least = "native"
     return costs[least], least
 

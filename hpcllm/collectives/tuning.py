@@ -15,6 +15,7 @@ import dataclasses
 import json
 import math
 import tomllib
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ VALUE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 OPERATIONS = ("allreduce", "reduce_scatter", "allgather", "alltoall", "broadcast")
 LINK_KEYS = ("latency_s", "bandwidth_gb_s")
 CORE_KEYS = ("call_s", "setup_s", "message_s", "copy_gb_s", "memory_gb_s")
+LIBRARY_SHORT_KEYS = ("short_gb_s", "medium_gb_s")
+LIBRARY_SIZES = (256 << 10, 1 << 20, 4 << 20)  # bytes of the arrays at which the library is measured
 CODING_KEYS = ("ratio", "encode_gb_s", "decode_gb_s", "add_gb_s")
 FACTS = {"machine": str, "library": str, "date": str, "ranks": int, "nodes": int}
 TABLES = ("measured", "near", "far", "window", "core", "library", "codec")
@@ -37,7 +40,7 @@ COMMENTS = {
     "far": "between nodes, if there was more than one: GB/s of a node while all its ranks send",
     "window": "a sum through a node's shared memory, as a link that a formula takes",
     "core": "seconds of a call, of preparing messages, of starting one; GB/s copied within caches, far beyond them",
-    "library": "the MPI library's own collectives, as links that a formula takes: seconds a round, GB/s",
+    "library": "the MPI library's own collectives: seconds a round, GB/s of arrays of 4 MiB, 256 KiB and 1 MiB",
     "codec": "uncompressed bytes / bytes sent; GB/s of uncompressed bytes of one rank while all work",
 }
 
@@ -51,6 +54,31 @@ class Link:
 
     def carry_s(self, size_bytes: float) -> float:
         return size_bytes / self.bandwidth_gb_s / 1e9
+
+
+@dataclass(frozen=True)
+class LibraryCall:
+    """The MPI library's own collective: a link whose bandwidth goes with the size, by caches and by its algorithms."""
+
+    latency_s: float  # of a round, of a value a rank
+    bandwidth_gb_s: float  # of the bytes that must cross a link, arrays of LIBRARY_SIZES[2] and more
+    short_gb_s: float | None = None  # the same, of LIBRARY_SIZES[0]; None: as that
+    medium_gb_s: float | None = None  # and of LIBRARY_SIZES[1]
+
+    def carry_s(self, crossing_bytes: float, size_bytes: float) -> float:
+        """Seconds beyond the rounds of a call on size_bytes; between the measured sizes along a line."""
+        if size_bytes >= LIBRARY_SIZES[-1]:
+            return crossing_bytes / self.bandwidth_gb_s / 1e9
+        long_gb_s = self.bandwidth_gb_s
+        rates_gb_s = (self.short_gb_s or long_gb_s, self.medium_gb_s or long_gb_s, long_gb_s)
+        share = crossing_bytes / size_bytes / 1e9
+        sizes, times_s = [0], [0.0]
+        for size, rate in zip(LIBRARY_SIZES, rates_gb_s, strict=True):
+            sizes.append(size)
+            times_s.append(share * size / rate)
+        after = bisect_right(sizes, size_bytes)
+        done = (size_bytes - sizes[after - 1]) / (sizes[after] - sizes[after - 1])
+        return times_s[after - 1] + done * (times_s[after] - times_s[after - 1])
 
 
 @dataclass(frozen=True)
@@ -82,7 +110,7 @@ class Rates:
     memory_gb_s: float  # bytes copied by one rank in pieces far larger than caches
     part_bytes: float = 1 << 19  # of values: what an owner adds up at once, see strips.py; on devices more
     codings: Mapping[tuple[str, str], Coding] = field(default_factory=dict)  # (codec, dtype): raw is one of them
-    library: Mapping[str, Link] = field(default_factory=dict)  # operation: the MPI library's own, as one link
+    library: Mapping[str, LibraryCall] = field(default_factory=dict)  # by operation
 
 
 @dataclass(frozen=True)
@@ -146,7 +174,7 @@ def from_tables(tables: dict[str, Any]) -> Tuning:
         far=_link("far", tables["far"]) if "far" in tables else near,
         window=_link("window", _table(tables, "window")),
         codings=_codings(_table(tables, "codec")),
-        library={name: _link(f"library.{name}", link) for name, link in _library(tables).items()},
+        library={name: _library_call(f"library.{name}", table) for name, table in _library(tables).items()},
         **core,
     )
     return Tuning(rates, _facts(_table(tables, "measured")))
@@ -160,8 +188,9 @@ def _tables(tuning: Tuning) -> Iterable[tuple[str, Mapping[str, Any]]]:
         yield "far", dataclasses.asdict(rates.far)
     yield "window", dataclasses.asdict(rates.window)
     yield "core", {key: getattr(rates, key) for key in CORE_KEYS}
-    for operation, link in rates.library.items():
-        yield f"library.{operation}", dataclasses.asdict(link)
+    for operation, call in rates.library.items():
+        numbers = dataclasses.asdict(call)
+        yield f"library.{operation}", {key: value for key, value in numbers.items() if value is not None}
     for (codec, dtype), coding in rates.codings.items():
         yield f'codec."{codec}".{dtype}', {key: getattr(coding, key) for key in CODING_KEYS}
 
@@ -197,6 +226,12 @@ def _codings(table: dict[str, Any]) -> dict[tuple[str, str], Coding]:
     if not any(codec == "raw" for codec, _ in codings):
         raise ConfigError("[codec.raw.float32] is missing: everything is compared with it")
     return codings
+
+
+def _library_call(title: str, table: Any) -> LibraryCall:
+    _known(title, table, (*LINK_KEYS, *LIBRARY_SHORT_KEYS))
+    given = [key for key in LIBRARY_SHORT_KEYS if key in table]
+    return LibraryCall(**_numbers(title, table, (*LINK_KEYS, *given)))
 
 
 def _link(title: str, table: Any) -> Link:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from hpcllm.collectives.cost import COSTS
-from hpcllm.collectives.tuning import Coding, Link, Rates, Shape, Tuning
+from hpcllm.collectives.tuning import Coding, LibraryCall, Link, Rates, Shape, Tuning
 
 
 def made_up(far_gb_s: float = 0.12, near_gb_s: float = 8.0, library_gb_s: float | None = None, **changes) -> Rates:
     """A node of fast cores on a network of that speed; the library is as fast as the slower link."""
-    slowest = Link(3e-6, library_gb_s or min(far_gb_s, near_gb_s))
+    slowest_gb_s = library_gb_s or min(far_gb_s, near_gb_s)
+    slowest = LibraryCall(3e-6, slowest_gb_s, slowest_gb_s, slowest_gb_s)
     names = {"raw": (1.0, 1e3), "int8:256": (3.938, 4.0), "exp": (1.15, 1.0), "bf16": (2.0, 8.0)}
     codings = {
         (name, dtype): Coding(name, ratio if dtype == "float32" else max(1.0, ratio / 2), rate, min(rate, 10.0), 6.0)

@@ -13,7 +13,7 @@ from made_up_rates import codings, made_up, rates, shapes, sizes
 
 from hpcllm.codecs.names import examples
 from hpcllm.collectives.cost import COSTS, bound_s, cost_s, message_cost_s
-from hpcllm.collectives.tuning import VALUE_BITS, Link, Shape, nominal_ratio
+from hpcllm.collectives.tuning import LIBRARY_SIZES, VALUE_BITS, LibraryCall, Link, Shape, nominal_ratio
 
 EVERY = [(operation, algorithm) for operation in COSTS for algorithm in COSTS[operation]]
 every = pytest.mark.parametrize(("operation", "algorithm"), EVERY)
@@ -95,6 +95,23 @@ def test_no_bytes_cost_the_call(operation, algorithm):
     machine = made_up()
     raw = machine.codings["raw", "float32"]
     assert cost_s(operation, algorithm, 0, raw, Shape(8, 2, 4), machine) == machine.call_s
+
+
+@given(st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3).map(sorted), shapes.filter(lambda shape: shape.ranks > 1))
+def test_the_library_takes_as_long_as_it_was_measured_to_and_in_between_between(times_s, shape):
+    short, medium, long = (size / time_s / 1e9 for size, time_s in zip(LIBRARY_SIZES, times_s, strict=True))
+    call = LibraryCall(1e-5, long, short, medium)
+    assert [call.carry_s(size, size) for size in LIBRARY_SIZES] == pytest.approx(times_s)
+    assert call.carry_s(2 * LIBRARY_SIZES[2], 2 * LIBRARY_SIZES[2]) == pytest.approx(2 * times_s[2])
+    assert call.carry_s(LIBRARY_SIZES[0] / 2, LIBRARY_SIZES[0] / 2) == pytest.approx(times_s[0] / 2)
+    between = (LIBRARY_SIZES[0] + LIBRARY_SIZES[1]) / 2
+    assert call.carry_s(between, between) == pytest.approx((times_s[0] + times_s[1]) / 2)
+    machine = made_up(library={"broadcast": call})
+    raw = machine.codings["raw", "float32"]
+    costs = [cost_s("broadcast", "native", 1 << k, raw, shape, machine) for k in range(28)]
+    assert costs == sorted(costs)
+    even = LibraryCall(1e-5, long)
+    assert even.carry_s(1 << 19, 1 << 20) == pytest.approx(Link(1e-5, long).carry_s(1 << 19))
 
 
 @given(ranks=st.integers(2, 200), ratio=st.floats(1, 8))

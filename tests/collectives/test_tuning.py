@@ -26,6 +26,13 @@ def test_round_trip(tmp_path):
     assert loaded.facts["ranks"] == 4
 
 
+def test_a_library_may_have_been_measured_at_one_length_only(tmp_path):
+    (tmp_path / "t").write_text(TEXT.replace("short_gb_s = 0.12\nmedium_gb_s = 0.12\n", ""), encoding="utf-8")
+    loaded = load_tuning(tmp_path / "t")
+    assert {(call.short_gb_s, call.medium_gb_s) for call in loaded.rates.library.values()} == {(None, None)}
+    assert "short_gb_s" not in to_text(loaded)
+
+
 def test_one_node_has_no_far_link(tmp_path):
     tuning = made_up_tuning()
     alone = dataclasses.replace(tuning, rates=dataclasses.replace(tuning.rates, far=tuning.rates.near))
@@ -52,6 +59,10 @@ BAD = {
     "[near]": [("[neer]", "unknown key neer; valid: measured, near"), ("near = 3\n[near2]", "near")],
     "[core]": [("[core.more]", r"unknown key core\.more")],
     "[library.allreduce]": [("[library.allredduce]", r"unknown key library\.allredduce; valid: allreduce")],
+    "short_gb_s = 0.12": [
+        ("short_gb_s = 0", r"library\.allreduce\.short_gb_s = 0 .* above 0"),
+        ("shorter_gb_s = 1", r"unknown key library\.allreduce\.shorter_gb_s; valid: latency_s, .*, medium_gb_s"),
+    ],
     '[codec."int8:256".float32]': [
         ('[codec."int8:257".float32]', "int8:257.*valid"),
         ('[codec."int9".float32]', "int9.*int8:256"),
