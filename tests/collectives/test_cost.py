@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import subprocess
 import sys
 
@@ -109,7 +110,7 @@ def test_the_library_takes_as_long_as_it_was_measured_to_and_in_between_between(
     machine = made_up(library={"broadcast": call})
     raw = machine.codings["raw", "float32"]
     costs = [cost_s("broadcast", "native", 1 << k, raw, shape, machine) for k in range(28)]
-    assert costs == sorted(costs)
+    assert all(shorter <= longer * (1 + 1e-9) for shorter, longer in itertools.pairwise(costs))
     even = LibraryCall(1e-5, long)
     assert even.carry_s(1 << 19, 1 << 20) == pytest.approx(Link(1e-5, long).carry_s(1 << 19))
 
