@@ -23,7 +23,7 @@ With measured rates, by cost.py:
     candidates: algorithms that carry the codec and sum the dtype   ->   seconds of each   ->   least; the library's
                                                                          if that is not 25 % faster
     a codec:    the least with it against the least raw             ->   with it only if 5 % faster; between nodes from
-                                                                         codec_bytes on
+                                                                         codec_bytes on, where raw takes RAW_S
     a codec that was not measured                                   ->   raw: it may be slower than any link
 """
 
@@ -51,7 +51,8 @@ LIBRARY_BYTES_BETWEEN = 1 << 20  # as those, of sums between nodes: _library_byt
 LIBRARY_BYTES_OF_TWO = 8 << 20  # of an allreduce between two ranks there
 EXCHANGED_BYTES = 4 << 20  # between two ranks: as many bytes as a ring sends, in one exchange and not two
 # between nodes a codec is taken from here for each rank, of up to so many ranks: an array is cut for all, and of less,
-# messages and turns of the codec decide; they do, too, of what a wire brings sooner than in RAW_S: 256 KiB at 1 Gbit/s
+# messages and turns of the codec decide; they do, too, of what arrives sooner than in RAW_S: behind cold caches the way
+# through a codec takes a part of a millisecond, which no measured rate has
 CODEC_BYTES_A_RANK, MOST_CODEC_RANKS = 128 << 10, 16
 RAW_S = 2e-3
 LONG_CHUNK_BYTES = 32 << 10  # a ring sends 2 (ranks - 1) chunks one after another: worth it from here
@@ -236,11 +237,11 @@ def choose(operation: str, size_bytes: int, codec: str, dtype: str, shape: Shape
     coding = find_coding(codec, dtype, rates)
     if coding is None:
         return Choice(plain, "raw", plain_s, f"{codec} was not measured")
-    if shape.nodes > 1 and size_bytes < codec_bytes(shape.ranks, 0.0):
-        return Choice(plain, "raw", plain_s, f"too short for {codec}")
     coded_s, coded = _cheapest(operation, size_bytes, coding, codec, dtype, shape, rates)
     if plain_s < LEAST_GAIN * coded_s:
         return Choice(plain, "raw", plain_s, f"{codec} rejected: {_times(plain_s, coded_s)}")
+    if shape.nodes > 1 and (size_bytes < codec_bytes(shape.ranks, 0.0) or plain_s < RAW_S):
+        return Choice(plain, "raw", plain_s, f"too short for {codec}")
     return Choice(coded, codec, coded_s, f"{codec}: {_times(plain_s, coded_s)}")
 
 
@@ -267,7 +268,8 @@ def link_codec(
     if raw is None or coding is None:
         return "raw"
     plain_s, coded_s = (message_cost_s(size_bytes, each, same_node, rates) for each in (raw, coding))
-    return "raw" if plain_s < LEAST_GAIN * coded_s else name
+    is_short = tuning is not None and plain_s < RAW_S
+    return "raw" if is_short or plain_s < LEAST_GAIN * coded_s else name
 
 
 def find_coding(codec: str, dtype: str, rates: Rates) -> Coding | None:

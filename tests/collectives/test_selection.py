@@ -104,7 +104,8 @@ def test_where_the_library_was_measured_to_be_quick_at_a_length_no_codec_takes_i
 def test_with_measured_rates_too_little_is_sent_between_nodes_as_it_is(operation, shape):
     x = codec_bytes(shape.ranks, 0.0) - 1
     choice = int8(x, shape, operation=operation, far_gb_s=1e-3)
-    assert (choice.codec, choice.why) == ("raw", "too short for int8:256")
+    assert choice.codec == "raw"
+    assert choice.why.startswith(("too short for int8:256", "int8:256 rejected"))
     assert int8(codec_bytes(2, 0.0), Shape(2, 2), operation=operation, far_gb_s=1e-3).codec == "int8:256"
 
 
