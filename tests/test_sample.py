@@ -152,16 +152,20 @@ def test_left_tests_run_with_all_and_in_groups_that_are_named(pytester, monkeypa
         import pytest
         @pytest.mark.full(reason="takes an hour")
         def test_long(): pass
+        @pytest.mark.full(reason="takes a day", in_ci=False)
+        def test_longer(): pass
         @pytest.mark.parametrize("x", range(5))
         @pytest.mark.parametrize("y", range(5))
         def test_short(x, y): pass
         """
     )
-    for level, least, most in ("all", 26, 26), ("sample", 5, 9), ("fast", 1, 1):
+    for level, least, most in ("all", 27, 27), ("sample", 5, 9), ("fast", 1, 1):
         outcome = pytester.runpytest_inprocess("-p", "sampling", "--sample", level).parseoutcomes()
         assert least <= outcome["passed"] <= most
     listed = pytester.runpytest_inprocess("-p", "sampling", "--sample", "sample", "--list-left", "--collect-only")
-    listed.stdout.fnmatch_lines(["*test_long: takes an hour", "1 of 2 functions run, with * of 26 cases"])
+    listed.stdout.fnmatch_lines(
+        ["*test_long: takes an hour", "*test_longer: takes a day", "1 of 3 functions run, with * of 27 cases"]
+    )
     monkeypatch.setenv("HPCLLM_TESTS", "serial")
     for level, least, most in ("sample", 6, 10), ("fast", 1, 1):
         outcome = pytester.runpytest_inprocess("-p", "sampling", "--sample", level).parseoutcomes()

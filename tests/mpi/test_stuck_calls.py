@@ -36,7 +36,8 @@ stop_at("MPI_Init")
 def command(world):
     from hpcllm.mpi import watchdog
     from hpcllm.mpi.collective_errors import on_root
-    watchdog.GRACE_S = 0.6
+    from hpcllm.mpi.wait import job_waits
+    watchdog.GRACE_S = job_waits.limit_s = 0.6  # six times that where a rank may be at work
     stop_at("on_root")
     on_root(world, lambda: 1)
     stop_at("bcast")
@@ -47,7 +48,7 @@ def command(world):
     stop_at("Dup")
     part.Dup()
     return 0
-code = run_job(command, 0.6)  # six times that where a rank may be at work
+code = run_job(command, 0.6 if where == "MPI_Init" else 15.0)  # to start MPI may take seconds on a busy machine
 stop_at("MPI_Finalize")
 sys.exit(code)
 """

@@ -65,8 +65,8 @@ def dry(command: list[str], notes: Path | str = "") -> subprocess.CompletedProce
     [
         (1, "fp32_is_fp32 or initial_weights or a_step_waits or which_attention"),
         (2, "callers_stream_alone and raw and pinned"),
-        pytest.param(1, LONG, marks=pytest.mark.full(reason="emulates kernels for some minutes")),
-        pytest.param(2, LONG, marks=pytest.mark.full(reason="trains with emulated kernels for some minutes")),
+        pytest.param(1, LONG, marks=pytest.mark.full(reason="emulates kernels for some minutes", in_ci=False)),
+        pytest.param(2, LONG, marks=pytest.mark.full(reason="trains with them for some minutes", in_ci=False)),
     ],
 )
 def test_tests_for_gpus_run_on_the_pretended_device(tmp_path, ranks, names):
