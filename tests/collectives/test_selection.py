@@ -109,6 +109,15 @@ def test_with_measured_rates_too_little_is_sent_between_nodes_as_it_is(operation
     assert int8(codec_bytes(2, 0.0), Shape(2, 2), operation=operation, far_gb_s=1e-3).codec == "int8:256"
 
 
+def test_with_measured_rates_what_arrives_within_two_milliseconds_is_sent_as_it_is():
+    """Of sums and of messages, although the rates say that the codec would win."""
+    short = int8(1 << 20, Shape(2, 2), far_gb_s=0.6)
+    assert (short.codec, short.why) == ("raw", "too short for int8:256")
+    assert int8(16 << 20, Shape(2, 2), far_gb_s=0.6).codec == "int8:256"
+    tuning = made_up_tuning(far_gb_s=0.6)
+    assert [link_codec("int8:256", n, False, tuning) for n in (1 << 18, 1 << 21)] == ["raw", "int8:256"]
+
+
 @pytest.mark.parametrize("operation", COSTS)
 @pytest.mark.parametrize("shape", [Shape(1), Shape(2), Shape(3), Shape(4, 4), Shape(5, 2, 2), TWO_NODES], ids=str)
 def test_the_choice_is_the_least_cost_of_what_is_allowed(operation, shape):
