@@ -66,10 +66,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not is_tests(collection_path):
         return None
     text = collection_path.read_text(encoding="utf-8")
+    is_left_out = lacks(collection_path, text, os.environ.get("HPCLLM_TEST_GROUP", ""))
     is_fast = config.getoption("sample") == "fast"
-    return (
-        True if lacks(text, os.environ.get("HPCLLM_TEST_GROUP", "")) or (is_fast and starts_processes(text)) else None
-    )
+    return True if is_left_out or (is_fast and starts_processes(text)) else None
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -262,9 +261,11 @@ def is_tests(path: Path) -> bool:
     return path.name.startswith("test_") and path.suffix == ".py"
 
 
-def lacks(text: str, group: str) -> bool:
-    """True if tests of a file with this text carry no marker that the group asks for."""
+def lacks(path: Path, text: str, group: str) -> bool:
+    """True if tests of a file with this text carry no marker that the group asks for, or lie in none of its rooms."""
     mode, _, ranks = group.rpartition(":")
+    if mode == LATE and path.parent.name not in LATE_ROOMS:
+        return True
     return (ranks.isdigit() and "parallel" not in text) or (mode not in ("", LATE) and "pretend" not in text)
 
 

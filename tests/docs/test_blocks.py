@@ -13,15 +13,18 @@ from hpcllm.config.schema import parse
 EVERY = [block for page in PAGES for block in blocks_of(page)]
 TO_RUN = [page for page in PAGES if any(block.runs for block in blocks_of(page))]
 LONG = (
-    "laptop", "huggingface", "resume", "checkpoint", "measure", "planner", "collectives", "low-rank-adapters",
-    "preferences", "evaluate", "generate", "rewards", "README",
+    "laptop", "huggingface", "resume", "checkpoint", "measure", "planner", "collectives", "generate", "README",
 )  # fmt: skip
-FULL = pytest.mark.full(reason="many starts of PyTorch, searches or training")
+LONGEST = ("low-rank-adapters", "preferences", "evaluate", "rewards")
+FULL = {
+    **dict.fromkeys(LONG, pytest.mark.full(reason="many starts of PyTorch, searches or training")),
+    **dict.fromkeys(LONGEST, pytest.mark.full(reason="trains for most of a minute", in_ci=False)),
+}
 
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=FULL if page.stem in LONG else ()) for page in TO_RUN],
+    [pytest.param(page, marks=FULL.get(page.stem, ())) for page in TO_RUN],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_the_blocks_of_a_page_run_one_after_another(page, tmp_path):

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,18 +55,12 @@ class Place:
 
     def submit(self, script: str, *words: str, options: tuple[str, ...] = TASKS, **variables: str) -> Submitted:
         """Submit a script of jobscripts/."""
-        command = ["sbatch", "--wait", "--parsable", *options, self.repository / "jobscripts" / script, *words]
-        environment = slurm_environment(**{"HPCLLM_ENV": sys.prefix, **variables})
-        pipe = subprocess.PIPE
-        waiting = subprocess.Popen(command, cwd=self.here, env=environment, stdout=pipe, stderr=pipe, text=True)
-        job = waiting.stdout.readline().strip()
-        assert job, waiting.communicate()[1]
-        return Submitted(job, self.here, waiting)
+        command = ["sbatch", "--parsable", *options, str(self.repository / "jobscripts" / script), *words]
+        return Submitted(slurm(*command, cwd=self.here, **{"HPCLLM_ENV": sys.prefix, **variables}), self.here)
 
     def sbatch(self, script: str, *words: str, **keywords: Any) -> Submitted:
-        """Submit, and wait for the end."""
-        with self.submit(script, *words, **keywords) as job:
-            return job
+        """Submit, and wait for the end; `sbatch --wait` looks at ever longer intervals, up to half a minute."""
+        return self.submit(script, *words, **keywords).ended()
 
     @property
     def run(self) -> Path:
@@ -80,17 +75,25 @@ class Place:
 class Submitted:
     id: str
     folder: Path
-    waiting: subprocess.Popen[str]
-
-    def __enter__(self) -> Submitted:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.waiting.communicate(timeout=LIMIT_S)
 
     @property
-    def code(self) -> int | None:
-        return self.waiting.returncode
+    def is_over(self) -> bool:
+        state = slurm("squeue", "--noheader", "--states=all", f"--jobs={self.id}", "--format=%T")
+        return state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+
+    def until(self, what: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + LIMIT_S
+        while not what():
+            assert time.monotonic() < end_s, self.text
+            time.sleep(0.1)
+
+    def ended(self) -> Submitted:
+        self.until(lambda: self.is_over)
+        return self
+
+    @property
+    def code(self) -> int:
+        return int(re.search(r"ExitCode=(\d+):", slurm("scontrol", "show", "job", self.id))[1])
 
     @property
     def text(self) -> str:
@@ -99,6 +102,14 @@ class Submitted:
     def well(self) -> str:
         assert self.code == 0, self.text
         return self.text
+
+
+def slurm(*command: str, cwd: Path | None = None, **variables: str) -> str:
+    """What a command of Slurm prints."""
+    environment = slurm_environment(**variables)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, (command, done.stderr)
+    return done.stdout.strip()
 
 
 def slurm_environment(**variables: str) -> dict[str, str]:
@@ -140,13 +151,10 @@ def test_a_run_that_stops_early_ends_the_job_with_its_exit_code(place):
     """All ranks end with 75, and not at one moment: none may be killed meanwhile."""
     sets = ("--set", "run.name=stopped", "--set", "run.steps=1000000", "--set", "run.requeue=false")
     log = place.here / "runs" / "stopped" / "log.jsonl"
-    with place.submit("slurm/train.sbatch", "my run.toml", *sets, PREFLIGHT="0") as job:
-        end_s = time.monotonic() + LIMIT_S
-        while not log.exists() and job.waiting.poll() is None:
-            assert time.monotonic() < end_s, job.text
-            time.sleep(0.1)
-        subprocess.run(["scancel", "--signal=USR1", job.id], env=slurm_environment(), check=True, timeout=LIMIT_S)
-    assert job.code == 75, job.text
+    job = place.submit("slurm/train.sbatch", "my run.toml", *sets, PREFLIGHT="0")
+    job.until(lambda: log.exists() or job.is_over)
+    slurm("scancel", "--signal=USR1", job.id)
+    assert job.ended().code == 75, job.text
     assert "stopped by SIGUSR1" in job.text
     assert "exit code 75: stopped with a checkpoint" in job.text
 

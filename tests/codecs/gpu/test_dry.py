@@ -101,7 +101,7 @@ def test_waits_that_torch_notes_on_a_device_are_told_from_those_of_lanes_and_fro
     assert [place.partition(":")[0] for place in places] == ["test_dry.py"] * 2
 
 
-@pytest.mark.full(reason="emulates kernels for a sixth of a minute")
+@pytest.mark.full(reason="emulates kernels for a sixth of a minute", in_ci=False)
 def test_the_report_is_written(tmp_path):
     done = dry([sys.executable, "-c", REPORT, str(tmp_path)])
     assert done.returncode == 0, done.stderr[-2000:]
