@@ -193,7 +193,7 @@ def test_help_names_every_option():
     assert all(option in told for option in ("--fast", "--all", "--list-left", "--coverage", "HPCLLM_TESTS"))
 
 
-@pytest.mark.full(reason="imports every test file, which takes half a minute")
+@pytest.mark.full(reason="imports every test file, which takes half a minute", in_ci=False)
 def test_what_the_default_leaves_is_a_short_list_with_reasons():
     line = [sys.executable, "-m", "pytest", "-q", "-p", "sampling", "--sample", "sample", "--list-left"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}

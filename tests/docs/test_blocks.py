@@ -13,12 +13,12 @@ from hpcllm.config.schema import parse
 EVERY = [block for page in PAGES for block in blocks_of(page)]
 TO_RUN = [page for page in PAGES if any(block.runs for block in blocks_of(page))]
 LONG = (
-    "laptop", "huggingface", "resume", "checkpoint", "measure", "planner", "collectives", "generate", "README",
+    "laptop", "huggingface", "resume", "checkpoint", "measure", "planner", "collectives", "low-rank-adapters",
+    "preferences", "evaluate", "generate", "rewards", "README",
 )  # fmt: skip
-LONGEST = ("low-rank-adapters", "preferences", "evaluate", "rewards")
+IN_CI = ("laptop", "resume", "README")
 FULL = {
-    **dict.fromkeys(LONG, pytest.mark.full(reason="many starts of PyTorch, searches or training")),
-    **dict.fromkeys(LONGEST, pytest.mark.full(reason="trains for most of a minute", in_ci=False)),
+    name: pytest.mark.full(reason="many starts of PyTorch, searches or training", in_ci=name in IN_CI) for name in LONG
 }
 
 

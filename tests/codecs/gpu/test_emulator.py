@@ -118,13 +118,8 @@ print("defined")
 
 
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize(
-    "lanes",
-    [
-        pytest.param("32", marks=pytest.mark.full(reason=EMULATED, in_ci=False)),
-        pytest.param("64", marks=pytest.mark.full(reason=EMULATED)),
-    ],
-)
+@pytest.mark.full(reason=EMULATED, in_ci=False)
+@pytest.mark.parametrize("lanes", ["32", "64"])
 def test_kernels_do_nothing_that_c_leaves_undefined(lanes):
     """Shifts by too much, misaligned words, indices beyond arrays: whole groups, ragged ends, values at odd places."""
     command = [sys.executable, "-c", UNDEFINED, lanes]
@@ -225,7 +220,7 @@ print("same")
 """
 
 
-@pytest.mark.full(reason="emulates most codecs, a fifth of a minute; so do the tests on the pretended device")
+@pytest.mark.full(reason="emulates most codecs, up to a minute; so do the tests on the pretended device", in_ci=False)
 def test_codecs_of_a_device_work_where_the_cpu_may_not_touch_their_memory():
     import pretend
 
