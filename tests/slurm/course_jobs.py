@@ -7,15 +7,12 @@ salloc ------------> hpcllm course check on no node -----> srun, 4 ranks on one 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from slurm_commands import environment, is_over, slurm, until
 
 ROOT = Path(__file__).parents[2]
 RIGHT = (ROOT / "course/latency/right/plain.py").read_text(encoding="utf-8")
@@ -24,22 +21,6 @@ IGNORES = "import signal\nfor number in (1, 2, 15):\n    signal.signal(number, s
 ENDLESS = f"{RIGHT}\n{IGNORES}\n\ndef one_way(comm, size_bytes, rounds):\n    while True: pass\n"
 RECEIVES = "if comm.size == 1: return 0.0\n    comm.Recv(bytearray(1), source=0)"
 CIRCLE = f"{RIGHT}\n{IGNORES}\n\ndef one_way(comm, size_bytes, rounds):\n    {RECEIVES}\n"
-
-
-def surroundings() -> dict[str, str]:
-    """The environment of who submits: of no job."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "PMI_", "PMIX_", "OMPI_"))}
-    return {
-        **kept,
-        "SLURM_CONF": str(Path(os.environ["HPCLLM_SLURM"]) / "slurm" / "slurm.conf"),
-        "PYTHONPATH": str(ROOT),
-    }
-
-
-def slurm(*words: str, code: int | None = 0, cwd: Path | None = None) -> str:
-    done = subprocess.run(words, env=surroundings(), cwd=cwd, capture_output=True, text=True, timeout=LIMIT_S)
-    assert code is None or done.returncode == code, (words, done.stdout, done.stderr)
-    return done.stdout.strip()
 
 
 def ranks_left(folder: Path) -> list[str]:
@@ -54,12 +35,6 @@ def ranks_left(folder: Path) -> list[str]:
     return found
 
 
-def until(what: Callable[[], bool], limit_s: float) -> None:
-    end_s = time.monotonic() + limit_s
-    while not what() and time.monotonic() < end_s:
-        time.sleep(0.1)
-
-
 def checked(folder: Path, text: str, submit: list[str]) -> dict[str, Any]:
     """Check a file in a job; return its grade, and whether the job has left ranks."""
     (folder / "latency.py").write_text(text, encoding="utf-8")
@@ -68,18 +43,16 @@ def checked(folder: Path, text: str, submit: list[str]) -> dict[str, Any]:
         f'"{sys.executable}" -m hpcllm.course check --folder "{folder}" --json "{folder}/grade.json"\necho "code $?"\n'
     )
     (folder / "job.sh").chmod(0o755)
-    slurm(*submit, str(folder / "job.sh"), cwd=folder, code=None)
-    out = folder / "out"
-    if submit is SBATCH:  # `sbatch --wait` looks at ever longer intervals
-        until(lambda: out.exists() and "code" in out.read_text(), LIMIT_S)
+    job = slurm(*submit, str(folder / "job.sh"), cwd=folder, env=environment(PYTHONPATH=str(ROOT)))
+    if submit is SBATCH:
+        until(lambda: is_over(job), LIMIT_S)
     grade: dict[str, Any] = json.loads((folder / "grade.json").read_text())
-    until(lambda: not ranks_left(folder), 20)
-    assert not ranks_left(folder)
+    until(lambda: not ranks_left(folder), 20, lambda: f"left: {ranks_left(folder)}")
     assert not list(folder.glob("hpcllm-course*"))
     return grade
 
 
-SBATCH = ["sbatch", "--nodes=2", "--ntasks-per-node=1", "--time=5", "--output=out"]
+SBATCH = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--time=5", "--output=out"]
 SALLOC = ["salloc", "--nodes=1", "--time=5"]
 
 

@@ -13,13 +13,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import h5py
 import pytest
+from slurm_commands import is_over, slurm, state, until
 
 ROOT = Path(__file__).parents[2]
 STEPS = 300
@@ -32,16 +32,6 @@ class Cluster:
     folder: Path
     reference: dict[str, bytes] = field(default_factory=dict)
 
-    def slurm(self, *command: str) -> str:
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=LIMIT_S)
-        assert done.returncode == 0, (command, done.stderr)
-        return done.stdout.strip()
-
-    @property
-    def environment(self) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PMI_", "PMIX_", "OMPI_"))}
-        return {**kept, "SLURM_CONF": str(self.folder / "slurm" / "slurm.conf")}
-
     def job(self, run: str, minutes: int, requeue: bool = False, **keys: object) -> Job:
         """Submit a run of the run file with some other keys."""
         sets = {"run.name": run, "run.requeue": str(requeue).lower()} | {
@@ -52,7 +42,7 @@ class Cluster:
         script.write_text(SCRIPT.format(minutes=minutes, python=sys.executable, sets=words, here=self.folder))
         out = self.folder / f"{run}.out"
         out.unlink(missing_ok=True)
-        return Job(self, self.slurm("sbatch", "--parsable", f"--output={out}", str(script)), run, out)
+        return Job(self, slurm("sbatch", "--parsable", f"--output={out}", str(script)), run, out)
 
 
 SCRIPT = """#!/bin/bash
@@ -96,7 +86,7 @@ class Job:
 
     @property
     def state(self) -> str:
-        return self.cluster.slurm("squeue", "--noheader", "--states=all", f"--jobs={self.id}", "--format=%T")
+        return state(self.id)
 
     @property
     def text(self) -> str:
@@ -117,10 +107,7 @@ class Job:
         return self.cluster.folder / "runs" / self.run
 
     def until(self, what: Callable[[Job], bool]) -> Job:
-        end_s = time.monotonic() + LIMIT_S
-        while not what(self):
-            assert time.monotonic() < end_s, f"{self.state}: {self.text}"
-            time.sleep(0.1)
+        until(lambda: what(self), LIMIT_S, lambda: f"{self.state}: {self.text}")
         return self
 
     def works(self, more_than: Job | None = None, steps: int = 10) -> Job:
@@ -129,7 +116,7 @@ class Job:
         return self.until(lambda job: job.last_step >= first + steps)
 
     def ended(self) -> Job:
-        return self.until(lambda job: job.state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"))
+        return self.until(lambda job: is_over(job.id))
 
     def finished(self) -> Job:
         self.ended()
@@ -181,7 +168,7 @@ def test_a_job_cut_by_its_time_limit_requeues_itself_and_ends_with_the_same_bits
     job.until(lambda job: job.state == "PENDING" and "in the queue again" in job.text)
     assert re.search(r"stopped by the time limit: .*, the margin is 58 s", job.text), job.text
     assert 1 <= job.steps[-1] < STEPS
-    cluster.slurm("scontrol", "update", f"JobId={job.id}", "TimeLimit=30")
+    slurm("scontrol", "update", f"JobId={job.id}", "TimeLimit=30")
     want = undisturbed(cluster)  # the other waits for some seconds anyway
     job.finished()
     assert "start 1\n" in job.text
@@ -199,13 +186,13 @@ def goes_on(job: Job) -> str:
 def test_a_run_that_is_stopped_in_every_way_ends_with_the_same_bits(cluster):
     """One run, a job after the other."""
     cancelled = cluster.job("stopped", minutes=30, requeue=True).works()
-    cluster.slurm("scancel", cancelled.id)
+    slurm("scancel", cancelled.id)
     cancelled.ended()
     assert "stopped by SIGTERM" in cancelled.text
     assert "not requeued: somebody has cancelled it" in cancelled.text
 
     signalled = cluster.job("stopped", minutes=30).works(more_than=cancelled)
-    cluster.slurm("scancel", "--signal=USR1", signalled.id)
+    slurm("scancel", "--signal=USR1", signalled.id)
     signalled.stopped(by="SIGUSR1")
 
     stopped = cluster.job("stopped", minutes=30, requeue=True).works(more_than=signalled)
@@ -233,7 +220,7 @@ def test_a_run_that_is_stopped_in_every_way_ends_with_the_same_bits(cluster):
 def test_a_limit_that_is_changed_is_noticed(cluster):
     job = cluster.job("changed", minutes=10, run__steps=FOR_EVER, limits__margin_s=300, log__every_steps=10).works()
     assert re.search(r"Slurm job \d+: 5\d\d s left; the run will stop by itself 300 s before", job.text)
-    cluster.slurm("scontrol", "update", f"JobId={job.id}", "TimeLimit=1")
+    slurm("scontrol", "update", f"JobId={job.id}", "TimeLimit=1")
     job.stopped(by=r"the time limit: .*, the margin is 300 s")
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-from pathlib import Path
-
 import pytest
+from slurm_commands import slurm
 
 from hpcllm.plan.rank_order.slots import Slots, rank_lists
 
@@ -16,12 +13,9 @@ SLOTS = [Slots(8, 4), Slots(12, 6)]
 
 @pytest.mark.parametrize("slots", SLOTS, ids=str)
 def test_each_distribution_fills_the_slots_as_claimed(slots: Slots) -> None:
-    environment = {**os.environ, "SLURM_CONF": str(Path(os.environ["HPCLLM_SLURM"]) / "slurm" / "slurm.conf")}
     for option, claimed in rank_lists(slots).items():
         command = ["srun", "--mpi=none", f"--nodes={NODES}", f"--ntasks-per-node={slots.per_node}"]
         command += [f"--distribution={option}", "sh", "-c", "echo $SLURM_NODEID $SLURM_LOCALID $SLURM_PROCID"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        seen = sorted(tuple(map(int, line.split())) for line in done.stdout.splitlines())
+        seen = sorted(tuple(map(int, line.split())) for line in slurm(*command).splitlines())
         assert [rank for _, _, rank in seen] == claimed, option
         assert [node for node, _, _ in seen] == slots.nodes.tolist(), option

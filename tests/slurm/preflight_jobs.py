@@ -18,6 +18,7 @@ from typing import Any
 
 import pretend
 import pytest
+from slurm_commands import environment
 
 TESTS = Path(__file__).parents[1]
 LIMIT_S = 200.0
@@ -27,15 +28,9 @@ WITH_DEVICE = "import pretend, sys; pretend.start(); from hpcllm.cli.main import
 def srun(options: str, *words: str, before: tuple[str, ...] = (), python: tuple[str, ...] = ("-m", "hpcllm")) -> Any:
     """(exit code, what was printed) of a preflight on fresh nodes."""
     folder = Path(os.environ["HPCLLM_SLURM"])
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PMI_", "PMIX_", "OMPI_"))}
-    environment = {
-        **kept,
-        "SLURM_CONF": str(folder / "slurm" / "slurm.conf"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
-    }
+    env = environment(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(TESTS.parent), str(TESTS)]))
     command = ["srun", *options.split(), *before, sys.executable, *python, "preflight", *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, cwd=folder)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, cwd=folder)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr
 

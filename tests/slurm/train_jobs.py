@@ -13,17 +13,18 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from slurm_commands import environment, is_over, slurm, until
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(ROOT.glob("jobscripts/*/*.sbatch"))
 LIMIT_S = 300.0
+OF_OURS = ("HPCLLM_", "MPI4PY_")  # the job scripts set them
 TASKS = ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1", "--time=30")
 RUN_FILE = """
 [run]
@@ -56,10 +57,11 @@ class Place:
     def submit(self, script: str, *words: str, options: tuple[str, ...] = TASKS, **variables: str) -> Submitted:
         """Submit a script of jobscripts/."""
         command = ["sbatch", "--parsable", *options, str(self.repository / "jobscripts" / script), *words]
-        return Submitted(slurm(*command, cwd=self.here, **{"HPCLLM_ENV": sys.prefix, **variables}), self.here)
+        env = environment(without=OF_OURS, **{"HPCLLM_ENV": sys.prefix, **variables})
+        return Submitted(slurm(*command, cwd=self.here, env=env), self.here)
 
     def sbatch(self, script: str, *words: str, **keywords: Any) -> Submitted:
-        """Submit, and wait for the end; `sbatch --wait` looks at ever longer intervals, up to half a minute."""
+        """Submit, and wait for the end."""
         return self.submit(script, *words, **keywords).ended()
 
     @property
@@ -76,19 +78,11 @@ class Submitted:
     id: str
     folder: Path
 
-    @property
-    def is_over(self) -> bool:
-        state = slurm("squeue", "--noheader", "--states=all", f"--jobs={self.id}", "--format=%T")
-        return state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
-
     def until(self, what: Callable[[], bool]) -> None:
-        end_s = time.monotonic() + LIMIT_S
-        while not what():
-            assert time.monotonic() < end_s, self.text
-            time.sleep(0.1)
+        until(what, LIMIT_S, lambda: self.text)
 
     def ended(self) -> Submitted:
-        self.until(lambda: self.is_over)
+        self.until(lambda: is_over(self.id))
         return self
 
     @property
@@ -102,21 +96,6 @@ class Submitted:
     def well(self) -> str:
         assert self.code == 0, self.text
         return self.text
-
-
-def slurm(*command: str, cwd: Path | None = None, **variables: str) -> str:
-    """What a command of Slurm prints."""
-    environment = slurm_environment(**variables)
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, (command, done.stderr)
-    return done.stdout.strip()
-
-
-def slurm_environment(**variables: str) -> dict[str, str]:
-    """That of a user who is in no job."""
-    outer = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "HPCLLM_", "MPI4PY_")
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(outer)}
-    return {**kept, "SLURM_CONF": os.environ["HPCLLM_SLURM"] + "/slurm/slurm.conf", **variables}
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +131,7 @@ def test_a_run_that_stops_early_ends_the_job_with_its_exit_code(place):
     sets = ("--set", "run.name=stopped", "--set", "run.steps=1000000", "--set", "run.requeue=false")
     log = place.here / "runs" / "stopped" / "log.jsonl"
     job = place.submit("slurm/train.sbatch", "my run.toml", *sets, PREFLIGHT="0")
-    job.until(lambda: log.exists() or job.is_over)
+    job.until(lambda: log.exists() or is_over(job.id))
     slurm("scancel", "--signal=USR1", job.id)
     assert job.ended().code == 75, job.text
     assert "stopped by SIGUSR1" in job.text
@@ -196,6 +175,6 @@ def test_python_starts_from_the_disk_of_each_node(place, tmp_path):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: "-".join(path.parts[-2:]))
 def test_slurm_takes_the_head_of_every_script(script):
     command = ["sbatch", "--test-only", script]
-    done = subprocess.run(command, env=slurm_environment(), capture_output=True, text=True, timeout=LIMIT_S)
+    done = subprocess.run(command, env=environment(without=OF_OURS), capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert "on nodes n[1-2]" in done.stderr

@@ -38,7 +38,7 @@ def run(kernel, groups=3, launcher=EMULATOR):
 
 every_wave = pytest.mark.parametrize("launcher", [EMULATOR, WAVEFRONTS], ids=["warps", "wavefronts"])
 EMULATED = "emulates every kernel for up to two minutes"
-LIMIT_S = 400  # of that, where other tests run beside it
+LIMIT_S = 400  # of that, where nothing is compiled yet and other tests run beside it
 
 
 @every_wave
