@@ -1,7 +1,7 @@
 """Pages of the documentation whose text stands elsewhere in the repository, made by MkDocs' hooks at build time.
 
     README.md                               index.md, the front page
-    CONTRIBUTING.md CHANGELOG.md jobscripts/README.md, results of perf/     pages as they are, with their pictures
+    CONTRIBUTING.md CHANGELOG.md, README.md of jobscripts/ and tests/, results of perf/     as they are, with pictures
     the schema of run files, argparse       reference/run-file.md, reference/commands.md
     <!-- include: jobscripts/lumi/env.sh -->     in a page: that file as a block of code
 
@@ -30,6 +30,7 @@ PAGES = {  # file of the repository -> page of the site
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "jobscripts/README.md": "how-to/job-scripts.md",
+    "tests/README.md": "tests.md",
     "tests/mpi_libraries/results.md": "results/mpi_libraries.md",
     **{f"perf/{path.name}": f"results/{path.name}" for path in sorted((ROOT / "perf").glob("*.md"))},
     **{f"perf/plan/{path.name}": f"results/plan/{path.name}" for path in sorted((ROOT / "perf/plan").glob("*.md"))},
