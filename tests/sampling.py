@@ -7,9 +7,10 @@
                 ...                                     without this plugin: all cases
 
 Every test function keeps at least one case, on several ranks if it has any, but for those that a group of --all or
-`@pytest.mark.full(reason="...")` leaves to `tests/run.sh --all`, or to the sample of groups that HPCLLM_TESTS names. Of
-cases that add equally many values, the one is kept whose number of ranks has cost its file least so far: a file meets
-several numbers, small ones more. A case for every mode of the device runs in one of them, by turns.
+`@pytest.mark.full(reason="...")` leaves to `tests/run.sh --all`; with in_ci=True they are in the sample of groups that
+HPCLLM_TESTS names too. Of cases that add equally many values, the one is kept whose number of ranks has cost its file
+least so far: a file meets several numbers, small ones more. A case for every mode of the device runs in one of them, by
+turns.
 
 The choice depends on nothing but the names and values of the cases of a file: it is the same on all ranks, which would
 wait for one another for ever otherwise, and stays when other files come and go.
@@ -50,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "full(reason, in_ci=True): left to tests/run.sh --all")
+    config.addinivalue_line("markers", "full(reason, in_ci=False): left to tests/run.sh --all")
     if config.getoption("sample") == "fast":
         sys.addaudithook(refuse_processes)
 
@@ -123,10 +124,10 @@ def sample(items: Sequence[pytest.Item], level: str) -> dict[pytest.Item, str]:
 
 
 def is_left(item: pytest.Item, level: str) -> bool:
-    """True for what is left to --all. Who asks for the sample of some groups by name, as CI does, gets most of that."""
+    """True for what is left to --all. Who names groups, as CI does, gets the sample that is for CI."""
     marker = item.get_closest_marker("full")
     is_ci = level == "sample" and bool(os.environ.get("HPCLLM_TESTS"))
-    return marker is not None and not (is_ci and marker.kwargs.get("in_ci", True))
+    return marker is not None and not (is_ci and marker.kwargs.get("in_ci", False))
 
 
 def groups_at(level: str) -> list[str]:

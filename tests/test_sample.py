@@ -150,9 +150,9 @@ def test_left_tests_run_with_all_and_in_groups_that_are_named(pytester, monkeypa
     pytester.makepyfile(
         """
         import pytest
-        @pytest.mark.full(reason="takes an hour")
+        @pytest.mark.full(reason="takes an hour", in_ci=True)
         def test_long(): pass
-        @pytest.mark.full(reason="takes a day", in_ci=False)
+        @pytest.mark.full(reason="takes a day")
         def test_longer(): pass
         @pytest.mark.parametrize("x", range(5))
         @pytest.mark.parametrize("y", range(5))
@@ -193,7 +193,7 @@ def test_help_names_every_option():
     assert all(option in told for option in ("--fast", "--all", "--list-left", "--coverage", "HPCLLM_TESTS"))
 
 
-@pytest.mark.full(reason="imports every test file, which takes half a minute", in_ci=False)
+@pytest.mark.full(reason="imports every test file, which takes half a minute")
 def test_what_the_default_leaves_is_a_short_list_with_reasons():
     line = [sys.executable, "-m", "pytest", "-q", "-p", "sampling", "--sample", "sample", "--list-left"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}

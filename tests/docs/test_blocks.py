@@ -16,7 +16,7 @@ LONG = (
     "laptop", "huggingface", "resume", "checkpoint", "measure", "planner", "collectives", "low-rank-adapters",
     "preferences", "evaluate", "generate", "rewards", "README",
 )  # fmt: skip
-IN_CI = ("laptop", "resume", "README")
+IN_CI = ("laptop", "README")
 FULL = {
     name: pytest.mark.full(reason="many starts of PyTorch, searches or training", in_ci=name in IN_CI) for name in LONG
 }

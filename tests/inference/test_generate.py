@@ -212,7 +212,10 @@ def test_a_folder_of_weights_says_what_transformers_says(comm, shared_path):
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "precision",
+    ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.full(reason="compiles for half a minute the first time"))],
+)
 def test_weights_of_any_type_are_computed_with_in_the_type_that_is_requested(tmp_path, stored, precision):
     model = ModelConfig(layers=2, hidden=16, heads=2, ffn=16, vocabulary=ENCODER.vocabulary, max_sequence=16)
     path = checkpoint_of(tmp_path, model, dtype=stored)

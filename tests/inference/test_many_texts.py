@@ -69,7 +69,7 @@ def test_the_command_writes_lines_in_order(comm, shared_model, shared_path, capf
         assert (got, report) == ([], "")
 
 
-@pytest.mark.full(reason="several starts of PyTorch; a sixth of a minute")
+@pytest.mark.full(reason="several starts of PyTorch; a sixth of a minute", in_ci=True)
 def test_one_prompt_and_the_first_of_many_say_the_same(random_model):  # noqa: F811
     """Also with a stop string, which the text as it is made holds back until it is one or not."""
     for stops in ((), ("e",), ("zz", "a"), ("\n", "é")):

@@ -29,7 +29,7 @@ def loss_and_gradients(compiled: bool) -> list[torch.Tensor]:
     return [loss.detach(), *(p.grad for p in decoder.parameters())]
 
 
-@pytest.mark.full(reason="compiles for most of a minute", in_ci=False)
+@pytest.mark.full(reason="compiles for most of a minute")
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # of PyTorch about itself
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")

@@ -213,10 +213,8 @@ def test_rows_that_no_cache_holds_are_multiplied_in_parts():
         assert_same(together, decoder(tokens))
 
 
-@pytest.mark.parametrize(
-    "processor",
-    ["haswell", pytest.param("skylake-avx512", marks=pytest.mark.full(reason="compiles half a minute", in_ci=False))],
-)
+@pytest.mark.full(reason="compiles for half a minute each")
+@pytest.mark.parametrize("processor", ["haswell", "skylake-avx512"])
 def test_older_processors(processor):
     """Numba compiles for an older processor, in a process of its own; the products' law holds there."""
     law = f"{__file__}::{test_products_of_few_rows.__name__}"

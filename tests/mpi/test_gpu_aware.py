@@ -129,7 +129,7 @@ def start(folder, library: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
-@pytest.mark.full(reason="starts six processes, an eighth of a minute")
+@pytest.mark.full(reason="starts six processes, an eighth of a minute", in_ci=True)
 @pytest.mark.pretend("sealed")
 def test_a_library_that_crashes_costs_one_start(tmp_path):
     died = start(tmp_path / "r", "one")

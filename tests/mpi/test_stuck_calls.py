@@ -150,7 +150,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.full(reason="jobs that wait for their limit, a tenth of a minute each")
+@pytest.mark.full(reason="jobs that wait for their limit, a tenth of a minute each", in_ci=True)
 @pytest.mark.parametrize("stopped", [0, 1])
 @pytest.mark.parametrize("operation", ["allreduce", *OTHERS])
 def test_a_small_call_of_the_library_blocks_and_is_named_all_the_same(operation, stopped):

@@ -116,7 +116,7 @@ def exact_losses(ranks: int) -> np.ndarray:
     return losses(tiny(**LONG, optimizer=optimizer("none")), MPI.COMM_WORLD)[:, 0]
 
 
-@pytest.mark.full(reason="two hundred steps, a tenth of a minute a case")
+@pytest.mark.full(reason="two hundred steps, a tenth of a minute a case", in_ci=True)
 @pytest.mark.parallel([2])
 @pytest.mark.parametrize(
     ("shard", "gradients", "parameters", "compute"),

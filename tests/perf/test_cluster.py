@@ -106,7 +106,7 @@ def records(code: str, ranks: int, folder: Path) -> list[dict]:
 SAVE = "json.dump(record, open({!r} + f'/{{MPI.COMM_WORLD.rank}}.json', 'w'))\n"
 
 
-@pytest.mark.full(reason="clusters of several sizes, a tenth of a minute each")
+@pytest.mark.full(reason="clusters of several sizes, a tenth of a minute each", in_ci=True)
 @pytest.mark.parametrize("ranks", [1, 3, 5])
 @pytest.mark.usefixtures("hosts")
 def test_a_host_is_a_node_and_ranks_fill_one_after_the_other(tmp_path, ranks):

@@ -29,7 +29,7 @@ def pipeline_sleep():
     return module
 
 
-@pytest.mark.full(reason="stages that sleep, a tenth of a minute")
+@pytest.mark.full(reason="stages that sleep, a tenth of a minute", in_ci=True)
 @pytest.mark.parallel([2, 4])
 def test_schedules_take_the_time_and_memory_that_the_clock_predicts(comm, pipeline_sleep):
     records = pipeline_sleep.measure(comm, 4, Times(forward=UNIT_S, backward=2 * UNIT_S, weight=UNIT_S), repeats=2)

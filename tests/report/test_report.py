@@ -110,6 +110,7 @@ def test_a_run_that_learned_from_preferences_shows_its_figures(tmp_path):
     assert "Preferences" not in Page(page_of(made_up.write(tmp_path / "text"))).headings
 
 
+@pytest.mark.full(reason="a run that learns from rewards, a fifth of a minute")
 def test_a_run_that_learned_from_rewards_shows_figures_and_texts(tmp_path):
     folder = made_up.write(tmp_path / "r")
     figures = ("reward", "groups_without_signal", "length", "cut_share", "entropy", "kl", "sampler_difference")

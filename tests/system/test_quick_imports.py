@@ -66,7 +66,7 @@ def test_a_command_that_only_speaks_loads_few_modules(words):
     assert not {"torch", "numpy", "h5py", "mpi4py"} & set(found)
 
 
-@pytest.mark.full(reason="starts of PyTorch under a tracer, a tenth of a minute")
+@pytest.mark.full(reason="starts of PyTorch under a tracer, a tenth of a minute", in_ci=True)
 def test_training_loads_no_more_than_it_did():
     """Beside torch, which may grow as it likes: our own modules, and no package that was not there."""
     alone = {name.split(".")[0] for name in loaded("import torch")}

@@ -68,7 +68,7 @@ def pefts(peft, folder, config, steps: list[torch.Tensor]) -> tuple[dict[str, to
     return {name: weight.detach() for name, weight in theirs.items()}, seen
 
 
-@pytest.mark.full(reason="a tenth of a minute, where PEFT is installed")
+@pytest.mark.full(reason="a tenth of a minute, where PEFT is installed", in_ci=True)
 @pytest.mark.parallel([1, 2, 4])
 def test_updates_are_those_of_peft(comm, shared_path):
     peft = pytest.importorskip("peft", reason="needs PEFT: pip install peft")

@@ -24,7 +24,7 @@ def crash(monkeypatch):
     return module
 
 
-@pytest.mark.full(reason="runs on two ranks are killed and continued several times, a minute of work", in_ci=False)
+@pytest.mark.full(reason="runs on two ranks are killed and continued several times, a minute of work")
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds the ranks in /proc")
 def test_a_killed_run_goes_on_and_ends_with_the_same_bits(crash):
     want, whole_s = crash.reference(str(store()), ranks=2)

@@ -126,7 +126,7 @@ def test_a_folder_that_is_gone(tmp_path, monkeypatch):
     assert run(config, ONE).step == 8
 
 
-@pytest.mark.full(reason="jobs on a file system of their own; a quarter of a minute")
+@pytest.mark.full(reason="jobs on a file system of their own; a quarter of a minute", in_ci=True)
 def test_a_job_on_a_full_disk_ends_with_one_line_and_exit_code_one(small_disk):
     config = run_config(small_disk, steps=40)
     path = store().parent / f"full {os.getpid()}.toml"

@@ -45,7 +45,7 @@ def start(run_file: Path, *sets: str, ranks: int = 0) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.full(reason="a run in many starts; a quarter of a minute")
+@pytest.mark.full(reason="a run in many starts; a quarter of a minute", in_ci=True)
 def test_a_run_out_of_time_is_to_be_continued_step_by_step_and_then_finished(run_file):
     late = ("limits.wall_s=0.5", "run.requeue=true", "run.steps=2")
     job = start(run_file, *late)

@@ -84,7 +84,7 @@ def logged(config: Config, key: str) -> list:
 @pytest.mark.parallel([1, 2, 3, 4])
 @pytest.mark.parametrize(
     "wiring",
-    [pytest.param("gpt2", marks=pytest.mark.full(reason="all schedules: half a minute", in_ci=False)), "llama"],
+    [pytest.param("gpt2", marks=pytest.mark.full(reason="all schedules: half a minute")), "llama"],
 )
 def test_every_layout_trains_the_same_model(comm, store, wiring):
     alone = comm.Split(comm.rank)

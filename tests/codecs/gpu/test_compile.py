@@ -141,8 +141,8 @@ def test_cupy_and_nvrtc_make_whole_machine_code_without_spills_that_takes_what_i
 @pytest.mark.parametrize(
     ("compiler", "target"),
     [
-        pytest.param("hiprtc", "gfx90a", marks=pytest.mark.full(reason=FIFTH, in_ci=False)),
-        pytest.param("clang", "gfx942", marks=pytest.mark.full(reason=FIFTH)),
+        pytest.param("hiprtc", "gfx90a", marks=pytest.mark.full(reason=FIFTH)),
+        pytest.param("clang", "gfx942", marks=pytest.mark.full(reason=FIFTH, in_ci=True)),
     ],
 )
 def test_compilers_for_amd_do_so_too(compiler, target):

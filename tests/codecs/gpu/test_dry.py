@@ -64,9 +64,9 @@ def dry(command: list[str], notes: Path | str = "") -> subprocess.CompletedProce
     ("ranks", "names"),
     [
         (1, "fp32_is_fp32 or initial_weights or a_step_waits or which_attention"),
-        (2, "callers_stream_alone and raw and pinned"),
-        pytest.param(1, LONG, marks=pytest.mark.full(reason="emulates kernels for some minutes", in_ci=False)),
-        pytest.param(2, LONG, marks=pytest.mark.full(reason="trains with them for some minutes", in_ci=False)),
+        pytest.param(2, "callers_stream_alone and raw and pinned", marks=pytest.mark.full(reason="half a minute")),
+        pytest.param(1, LONG, marks=pytest.mark.full(reason="emulates kernels for some minutes")),
+        pytest.param(2, LONG, marks=pytest.mark.full(reason="trains with them for some minutes")),
     ],
 )
 def test_tests_for_gpus_run_on_the_pretended_device(tmp_path, ranks, names):
@@ -101,7 +101,7 @@ def test_waits_that_torch_notes_on_a_device_are_told_from_those_of_lanes_and_fro
     assert [place.partition(":")[0] for place in places] == ["test_dry.py"] * 2
 
 
-@pytest.mark.full(reason="emulates kernels for a sixth of a minute", in_ci=False)
+@pytest.mark.full(reason="emulates kernels for a sixth of a minute")
 def test_the_report_is_written(tmp_path):
     done = dry([sys.executable, "-c", REPORT, str(tmp_path)])
     assert done.returncode == 0, done.stderr[-2000:]

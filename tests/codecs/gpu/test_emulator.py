@@ -118,7 +118,7 @@ print("defined")
 
 
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.full(reason=EMULATED, in_ci=False)
+@pytest.mark.full(reason=EMULATED)
 @pytest.mark.parametrize("lanes", ["32", "64"])
 def test_kernels_do_nothing_that_c_leaves_undefined(lanes):
     """Shifts by too much, misaligned words, indices beyond arrays: whole groups, ragged ends, values at odd places."""
@@ -163,7 +163,7 @@ print("inside")
 
 
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize("lanes", ["32", pytest.param("64", marks=pytest.mark.full(reason=EMULATED, in_ci=False))])
+@pytest.mark.parametrize("lanes", ["32", pytest.param("64", marks=pytest.mark.full(reason=EMULATED))])
 def test_kernels_read_and_write_nothing_outside_their_arrays(lanes):
     command = [sys.executable, "-c", GUARDED, lanes]
     done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=LIMIT_S)
@@ -220,7 +220,7 @@ print("same")
 """
 
 
-@pytest.mark.full(reason="emulates most codecs, up to a minute; so do the tests on the pretended device", in_ci=False)
+@pytest.mark.full(reason="emulates most codecs, up to a minute; so do the tests on the pretended device")
 def test_codecs_of_a_device_work_where_the_cpu_may_not_touch_their_memory():
     import pretend
 
