@@ -151,7 +151,8 @@ def test_left_tests_run_with_all_and_in_groups_that_are_named(pytester, monkeypa
         """
         import pytest
         @pytest.mark.full(reason="takes an hour", in_ci=True)
-        def test_long(): pass
+        @pytest.mark.parametrize("x", [1, pytest.param(2, marks=pytest.mark.full(reason="takes a week"))])
+        def test_long(x): pass
         @pytest.mark.full(reason="takes a day")
         def test_longer(): pass
         @pytest.mark.parametrize("x", range(5))
@@ -159,12 +160,12 @@ def test_left_tests_run_with_all_and_in_groups_that_are_named(pytester, monkeypa
         def test_short(x, y): pass
         """
     )
-    for level, least, most in ("all", 27, 27), ("sample", 5, 9), ("fast", 1, 1):
+    for level, least, most in ("all", 28, 28), ("sample", 5, 9), ("fast", 1, 1):
         outcome = pytester.runpytest_inprocess("-p", "sampling", "--sample", level).parseoutcomes()
         assert least <= outcome["passed"] <= most
     listed = pytester.runpytest_inprocess("-p", "sampling", "--sample", "sample", "--list-left", "--collect-only")
     listed.stdout.fnmatch_lines(
-        ["*test_long: takes an hour", "*test_longer: takes a day", "1 of 3 functions run, with * of 27 cases"]
+        ["*test_long: takes an hour", "*test_longer: takes a day", "1 of 3 functions run, with * of 28 cases"]
     )
     monkeypatch.setenv("HPCLLM_TESTS", "serial")
     for level, least, most in ("sample", 6, 10), ("fast", 1, 1):

@@ -344,7 +344,6 @@ print("refused", refused)
 """
 
 
-@pytest.mark.full(reason="hundreds of processes, a tenth of a minute", in_ci=True)
 def test_no_index_crashes_or_hangs_a_process_of_little_memory(tmp_path, write_alone):
     path = write_alone(tmp_path / "x.h5")
     refused = int(said_by(path, FUZZ.replace("COUNT", "1500")).split()[-1])

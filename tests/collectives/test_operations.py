@@ -229,7 +229,6 @@ def test_nodes_are_numbered_by_their_lowest_rank(comm):
     node.Free()
 
 
-@pytest.mark.full(reason="makes communicators until MPI has no more, a tenth of a minute", in_ci=True)
 @pytest.mark.parallel([1, 2, 3])
 def test_a_freed_communicator_frees_what_was_kept_with_it(comm):
     for _ in range(300):  # an MPI library has a few thousand communicators at most

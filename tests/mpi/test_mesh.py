@@ -96,7 +96,6 @@ def test_a_message_of_one_axis_cannot_be_taken_on_another(comm):
             request.wait()
 
 
-@pytest.mark.full(reason="makes communicators until MPI has no more, a tenth of a minute", in_ci=True)
 @pytest.mark.parallel([1, 2, 3, 4])
 def test_communicators_are_freed(comm):
     """MPICH has 2048 context ids a process; 400 meshes of six communicators would need more, were they kept."""

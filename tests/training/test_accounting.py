@@ -165,7 +165,6 @@ def test_a_run_goes_on_counting_where_its_last_start_ended(comm, monkeypatch):
     assert (about["ranks"], about["nodes"], about["device"]) == (comm.size, 1, "cpu")
 
 
-@pytest.mark.full(reason="a run of a tenth of a minute", in_ci=True)
 @pytest.mark.parallel([1, 2])
 def test_a_counter_that_goes_away_in_mid_run_is_said_once(comm, capfd, monkeypatch):
     folder = folder_of(comm, "lost")
