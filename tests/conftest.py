@@ -9,7 +9,7 @@ and then they are the only ones that run. One that holds for one of the two says
 
 `@pytest.mark.alone` tests hold a limit of time that a neighbour on the other core would break.
 
-`@pytest.mark.full(reason="...")` tests run with `tests/run.sh --all` only.
+`@pytest.mark.full(reason="...")` tests are left to `tests/run.sh --all`, see sampling.py.
 """
 
 from __future__ import annotations
